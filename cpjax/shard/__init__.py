@@ -1,0 +1,17 @@
+"""Sequence sharding for context parallelism: layouts, the sharder, and the padded batch.
+
+Imports jax and numpy only.
+
+>>> layout = Zigzag(cp=2)
+>>> layout.indices(8, rank=1)
+array([2, 3, 4, 5], dtype=int32)
+"""
+
+from cpjax.shard.batch import IGNORE, Stream, make_batch
+from cpjax.shard.layout import Contiguous, Identity, Layout, Striped, Zigzag, layout_from_name
+from cpjax.shard.sharder import Sharder, make_sharder
+
+__all__ = [
+    "IGNORE", "Contiguous", "Identity", "Layout", "Sharder", "Stream", "Striped", "Zigzag",
+    "layout_from_name", "make_batch", "make_sharder",
+]  # fmt: skip

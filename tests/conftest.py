@@ -1,0 +1,22 @@
+"""Eight virtual CPU devices and a persistent compilation cache for every test."""
+
+import os
+import pathlib
+
+# XLA's CPU collectives abort when a rank arrives late; eight ranks on two cores do.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update(
+    "jax_compilation_cache_dir",
+    str(pathlib.Path(__file__).parent.parent / ".cache" / f"jax-{jax.__version__}"),
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
