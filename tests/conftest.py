@@ -12,6 +12,7 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 
 jax.config.update(
@@ -20,3 +21,6 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+hypothesis.settings.register_profile("cpjax", deadline=None)  # the first example compiles
+hypothesis.settings.load_profile("cpjax")

@@ -121,8 +121,8 @@ def _masks_to_padding(arrays: dict[str, np.ndarray], shape: tuple[int, int]) -> 
             raise ValueError("the batch holds both attention_mask and padding_mask: give one of them")
         if mask.shape != shape or not np.isin(mask, (0, 1)).all():
             raise ValueError(
-                f"attention_mask has shape {mask.shape}: it must be {shape} of 0 and 1; describe other masks by document_ids "
-                "and vision_group_ids"
+                f"attention_mask has shape {mask.shape}: it must be {shape} of 0 and 1; describe other masks by "
+                "document_ids and vision_group_ids"
             )
         arrays["padding_mask"] = mask == 0
     if "loss_mask" in arrays:
@@ -147,9 +147,7 @@ def _refuse_restarting_positions(position_ids: np.ndarray, padding: np.ndarray) 
         )
 
 
-def _pad(
-    name: str, value: np.ndarray, stream: Stream, rows: int, length: int, padded_length: int
-) -> np.ndarray:
+def _pad(name: str, value: np.ndarray, stream: Stream, rows: int, length: int, padded_length: int) -> np.ndarray:
     if stream.axis is None:
         return value
     axis = stream.axis if stream.axis >= 0 else value.ndim + stream.axis
@@ -159,14 +157,13 @@ def _pad(
         )
     if axis > 0 and value.shape[axis - 1] != rows:
         raise ValueError(
-            f"stream {name!r} has shape {value.shape}: the axis before its tokens must hold the {rows} rows of the batch"
+            f"stream {name!r} has shape {value.shape}: the axis before its tokens must hold the {rows} rows "
+            "of the batch"
         )
     missing = padded_length - length
     widths = [(0, missing if i == axis else 0) for i in range(value.ndim)]
     if stream.fill != "continue":
         return np.pad(value, widths, constant_values=stream.fill)  # type: ignore[arg-type]
     last = np.take(value, [-1], axis=axis)
-    steps = np.arange(1, missing + 1, dtype=value.dtype).reshape(
-        [-1 if i == axis else 1 for i in range(value.ndim)]
-    )
+    steps = np.arange(1, missing + 1, dtype=value.dtype).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
     return np.concatenate([value, last + steps], axis=axis)

@@ -36,9 +36,7 @@ class Layout:
         for field in ("cp", "multiple"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{field}={value!r} given to {type(self).__name__}: it must be an integer >= 1"
-                )
+                raise ValueError(f"{field}={value!r} given to {type(self).__name__}: it must be an integer >= 1")
 
     @property
     def divisor(self) -> int:
@@ -48,9 +46,7 @@ class Layout:
     def pad_length(self, length: int) -> int:
         """The smallest valid padded length T >= length (at least one divisor)."""
         if length < 1:
-            raise ValueError(
-                f"a sequence of length {length} was given: there must be at least one token to shard"
-            )
+            raise ValueError(f"a sequence of length {length} was given: there must be at least one token to shard")
         return -(-length // self.divisor) * self.divisor
 
     def indices(self, padded_length: int, rank: Rank) -> Any:
@@ -94,9 +90,7 @@ class Layout:
     def run_starts(self, padded_length: int, rank: Rank) -> Any:
         """Global position of the first token of each local run, int32 [..., runs]."""
         if self.runs == 0:
-            raise ValueError(
-                f"{self} does not hold runs of consecutive tokens; use a contiguous or zigzag layout"
-            )
+            raise ValueError(f"{self} does not hold runs of consecutive tokens; use a contiguous or zigzag layout")
         return self.indices(padded_length, rank)[..., :: padded_length // self.cp // self.runs]
 
 

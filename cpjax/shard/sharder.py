@@ -76,14 +76,10 @@ class Sharder:
         Raises:
             ValueError: the axis is not T long.
         """
-        self._check(
-            x, axis, (self.padded_length,), "take_local", "pad it with make_batch, or use shard(x, fill=...)"
-        )
+        self._check(x, axis, (self.padded_length,), "take_local", "pad it with make_batch, or use shard(x, fill=...)")
         if self.cp == 1:
             return x
-        return jnp.take(
-            x, self.positions(), axis=axis, mode="clip", unique_indices=True, indices_are_sorted=True
-        )
+        return jnp.take(x, self.positions(), axis=axis, mode="clip", unique_indices=True, indices_are_sorted=True)
 
     def shard(self, x: jax.Array, *, fill: Any = None, axis: int = 1) -> jax.Array:
         """This rank's tokens of a tensor in the caller's coordinates.
@@ -98,9 +94,7 @@ class Sharder:
         Raises:
             ValueError: any other length, or padding is needed and `fill` was not given.
         """
-        self._check(
-            x, axis, (self.length, self.padded_length), "shard", "give the tensor in one of these lengths"
-        )
+        self._check(x, axis, (self.length, self.padded_length), "shard", "give the tensor in one of these lengths")
         missing = self.padded_length - x.shape[axis]
         if missing:
             if fill is None:
@@ -129,17 +123,13 @@ class Sharder:
         self._check(x, axis, (self.local_length,), "gather", "give this rank's own tokens")
         if self.cp > 1:
             x = jax.lax.all_gather(x, self.axis_name, axis=axis % x.ndim, tiled=True)
-            x = jnp.take(
-                x, self.layout.inverse(self.padded_length), axis=axis, mode="clip", unique_indices=True
-            )
+            x = jnp.take(x, self.layout.inverse(self.padded_length), axis=axis, mode="clip", unique_indices=True)
         return jax.lax.slice_in_dim(x, 0, self.length, axis=axis) if trim else x
 
     def _check(self, x: Any, axis: int, lengths: tuple[int, ...], verb: str, hint: str) -> None:
         shape = np.shape(x)
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"{verb} was given shape {shape}, which has no axis {axis}: name the token axis, axis=..."
-            )
+            raise ValueError(f"{verb} was given shape {shape}, which has no axis {axis}: name the token axis, axis=...")
         if shape[axis] not in lengths:
             wanted = " or ".join(str(n) for n in dict.fromkeys(lengths))
             raise ValueError(
