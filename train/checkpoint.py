@@ -1,0 +1,165 @@
+"""Checkpoints: written whole or not at all, restored on any mesh, refused when the options contradict the run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import yaml
+from jax.sharding import Mesh
+
+from cpjax.train.config import Config
+from cpjax.train.step import TrainState, state_sharding
+
+FREE = {"mesh", "run.out", "run.resume", "run.eval_every", "run.eval_batches", "run.save_every", "run.keep"}
+"""Sections and options that may change on resume: they do not decide the numbers."""
+
+
+def open_folder(config: Config) -> None:
+    """Claims the output folder for a new run, or checks that the run in it is the one these options describe.
+
+    Raises:
+        ValueError: the folder holds something and resume was not asked for, holds nothing to resume, or holds a
+            run with other options; the folder is then left as it was.
+    """
+    out = pathlib.Path(config.run.out)
+    saved = out / "config.yaml"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--run.out {out} is a file: name a folder")
+    if not config.run.resume:
+        if out.is_dir() and any(out.iterdir()):
+            raise ValueError(
+                f"the folder {out} is not empty: continue the run in it with --run.resume true, or name another "
+                "folder with --run.out"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        _write(saved, config.to_yaml())
+        return
+    if not saved.is_file():
+        raise ValueError(f"there is no run to resume in {out}: {saved.name} is missing; drop --run.resume to start one")
+    differences = _differences(yaml.safe_load(saved.read_text()), config.to_dict())
+    if differences:
+        raise ValueError(
+            f"the run in {out} was started with other options: {'; '.join(differences)}; give the old values, or name "
+            "another folder with --run.out"
+        )
+
+
+def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> list[str]:
+    names = {f"{section}.{name}" for options in (old, new) for section in options for name in options[section]}
+    texts = []
+    for name in sorted(names):
+        section, option = name.split(".")
+        values = [options.get(section, {}).get(option) for options in (old, new)]
+        if section not in FREE and name not in FREE and values[0] != values[1]:
+            texts.append(f"{name} was {values[0]} and is now {values[1]}")
+    return texts
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+class Checkpoints:
+    """The checkpoints of one run, by step, in `out/checkpoints`.
+
+    Each holds the train state and, as JSON, the options and the data position (the next step; documents are a
+    function of the seed and the step).
+    """
+
+    def __init__(self, config: Config):
+        self.folder = pathlib.Path(config.run.out).resolve() / "checkpoints"
+        self._config = config
+        self._open()
+
+    def _open(self) -> None:
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(max_to_keep=self._config.run.keep, create=True),
+            item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
+        )
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Starts to write the state after `step` steps; older checkpoints go once this one is complete."""
+        if step in self._manager.all_steps():
+            return
+        run = {"config": self._config.to_dict(), "next_step": step}
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)), force=True
+        )
+
+    def wait(self) -> None:
+        """Returns once everything saved so far is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def restore(self, like: TrainState, mesh: Mesh, say: Callable[[str], None]) -> TrainState | None:
+        """The newest readable state, placed on the mesh; None if there is none.
+
+        A checkpoint that cannot be read (cut short by a crash or a full disk) is moved aside, which is said, and the
+        one before it is taken.
+
+        Args:
+            like: a state of the same shapes; its values are not used.
+
+        Raises:
+            ValueError: a checkpoint holds other arrays than this model and optimizer have.
+        """
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding(mesh, x.shape)), like
+        )
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                found = self._manager.item_metadata(step).state.tree
+                self._compare(step, found, target)
+                restored = self._manager.restore(
+                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
+                )
+                if restored.run["next_step"] != step:
+                    raise OSError(f"it says that its next step is {restored.run['next_step']}")
+                return restored.state
+            except _Mismatch as error:
+                raise ValueError(str(error)) from None
+            except Exception as error:  # tensorstore, orbax, json and the file system each have their own
+                self._move_aside(step, error, say)
+        return None
+
+    def _compare(self, step: int, found: Any, target: TrainState) -> None:
+        shapes = [
+            {jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(leaf.shape), str(leaf.dtype))
+             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (found, target)
+        ]  # fmt: skip
+        for name in sorted(set(shapes[0]) | set(shapes[1])):
+            if shapes[0].get(name) != shapes[1].get(name):
+                have, need = (
+                    "{} of shape {}".format(*entry[::-1]) if (entry := side.get(name)) else "nothing" for side in shapes
+                )
+                raise _Mismatch(
+                    f"checkpoint {self.folder / str(step)} holds {have} at {name}, but the model and optimizer need "
+                    f"{need}: resume with the cpjax version and files that the run was started with"
+                )
+
+    def _move_aside(self, step: int, error: Exception, say: Callable[[str], None]) -> None:
+        self._manager.close()
+        aside = self.folder.parent / f"unreadable-{step}"
+        number = 0
+        while aside.exists():
+            number += 1
+            aside = self.folder.parent / f"unreadable-{step}-{number}"
+        os.replace(self.folder / str(step), aside)
+        say(f"checkpoint {step} is incomplete and was moved to {aside}: {' '.join(str(error).split())[:160]}")
+        self._open()
+
+
+class _Mismatch(Exception):
+    """A readable checkpoint of other arrays."""

@@ -1,0 +1,235 @@
+"""The options of a run: dataclasses, filled from their defaults, a YAML file and dotted command-line options."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import SUPPRESS, ArgumentParser, set_parsing_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Model"""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint to start from; empty: from scratch, with the sizes below."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of weights and activations; sums and the loss are float32."""
+    hidden_size: int = 128
+    """Width of a token, in numbers."""
+    layers: int = 4
+    """Layers of the language model; every fourth is full attention, the others are linear attention."""
+    heads: int = 4
+    """Query heads of a full-attention layer, and value heads of a linear one."""
+    kv_heads: int = 2
+    """Key/value heads of a full-attention layer, and key heads of a linear one."""
+    head_dim: int = 32
+    """Width of a head, in numbers."""
+    vision_hidden_size: int = 64
+    """Width of an image patch in the vision tower, in numbers."""
+    vision_layers: int = 2
+    """Layers of the vision tower."""
+    vision_heads: int = 4
+    """Attention heads of the vision tower."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Data"""
+
+    images: int = 48
+    """Digit images per document."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Mesh: one device does 1/(dp x fsdp) of the rows and 1/cp of every sequence"""
+
+    dp: int = 1
+    """Copies of the parameters, in devices; each gets its own rows of the batch."""
+    fsdp: int = 1
+    """Parts that parameters and optimizer state are split into, in devices; each gets its own rows of the batch."""
+    cp: int = 4
+    """Parts that every sequence is split into, in devices."""
+    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    """Which tokens a device owns: zigzag balances causal attention, contiguous is one run of tokens."""
+    transport: Literal["ring", "allgather"] = "ring"
+    """How keys and values reach the other devices: passed round a ring, or gathered at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer: AdamW with linear warmup and cosine decay to 0"""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    warmup: int = 20
+    """Steps over which the learning rate grows from 0 to its peak."""
+    weight_decay: float = 0.01
+    """Decay of weight matrices per step, times the learning rate; vectors are not decayed."""
+    clip: float = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it, 0 turns this off."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment per step."""
+    freeze: list[str] = dataclasses.field(default_factory=list)
+    """Regular expressions of parameters to leave as they are, for instance [visual]; they are searched in the
+    dotted path and in the Hugging Face name of each parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Run"""
+
+    out: str = "runs/digits"
+    """Folder for metrics, picture, checkpoints and export; made if missing, never overwritten."""
+    resume: bool = False
+    """Continue the run in the output folder; the mesh may differ, what decides the numbers may not."""
+    steps: int = 200
+    """Length of the run, in optimizer steps."""
+    batch_size: int = 2
+    """Documents per step, over all devices."""
+    seed: int = 0
+    """Seed of initial weights and of the documents."""
+    eval_every: int = 100
+    """Steps between evaluations on held-out documents; the last step is always evaluated."""
+    eval_batches: int = 4
+    """Batches of held-out documents per evaluation."""
+    save_every: int = 50
+    """Steps between checkpoints; the last step, SIGTERM and Ctrl-C always save one."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are deleted once a newer one is complete."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All options of a run.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    run: RunConfig = dataclasses.field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "run.steps", "run.batch_size", "run.eval_every",
+                     "run.eval_batches", "run.save_every", "run.keep"):  # fmt: skip
+            self._check(name, self._get(name) >= 1, "at least 1")
+        for name in ("run.seed", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip"):
+            self._check(name, self._get(name) >= 0, "0 or more")
+        self._check("optimizer.lr", self.optimizer.lr > 0, "above 0")
+        self._check("optimizer.betas", all(0 <= beta < 1 for beta in self.optimizer.betas), "two numbers in [0, 1)")
+        rows = self.mesh.dp * self.mesh.fsdp
+        self._check(
+            "run.batch_size", self.run.batch_size % rows == 0, f"a multiple of mesh.dp x mesh.fsdp, which is {rows}"
+        )
+
+    def _get(self, name: str) -> Any:
+        section, field = name.split(".")
+        return getattr(getattr(self, section), field)
+
+    def _check(self, name: str, good: bool, wanted: str) -> None:
+        if not good:
+            raise ValueError(f"--{name} is {self._get(name)}: it must be {wanted}")
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values by section and name, as in a YAML file."""
+        return yaml.safe_load(self.to_yaml())
+
+    def to_yaml(self) -> str:
+        """The file that `--config` reads back."""
+        sections = dataclasses.asdict(self)
+        sections["optimizer"]["betas"] = list(self.optimizer.betas)
+        return yaml.safe_dump(sections, sort_keys=False)
+
+
+DESCRIPTION = """Trains a vision-language model with every sequence split over several devices.
+
+Without options: a small Qwen3.5-VL learns from scratch to read long documents of handwritten digits, on four GPUs or,
+where there are fewer, on four virtual CPU devices. It writes metrics, a picture, checkpoints and a Hugging Face
+export to runs/digits. An option on the command line beats the YAML file, which beats the default."""
+
+
+def make_parser() -> ArgumentParser:
+    """The command line: one option per field, its help the text below the field."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog="python -m cpjax.train",
+        usage="python -m cpjax.train [--config FILE] [--section.option VALUE ...]",
+        description=DESCRIPTION,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", metavar="FILE", help="YAML file of options, in sections as below.")
+    parser.add_class_arguments(Config, as_group=False)
+    for action in parser._actions:
+        if action.dest in {field.name for field in dataclasses.fields(Config)}:
+            action.help = SUPPRESS  # whole sections come from --config
+        elif "." in action.dest and not action.choices:
+            action.metavar = "VALUE"
+    return parser
+
+
+def parse_config(arguments: Sequence[str]) -> Config:
+    """The options of a command line.
+
+    Raises:
+        ValueError: in one sentence, an unknown option, a bad value or an unreadable file.
+        SystemExit: `--help` was asked for.
+    """
+    parser = make_parser()
+    try:
+        parsed = parser.parse_args(_files_first(arguments))
+    except Exception as error:  # jsonargparse raises several kinds; all mean bad input here
+        raise ValueError(_sentence(str(error), parser)) from None
+    sections: dict[str, Any] = {}
+    for field in dataclasses.fields(Config):
+        if not hasattr(parsed[field.name], "__dict__"):
+            raise ValueError(
+                f"section {field.name} is {parsed[field.name]!r}: it must hold options by name, as --help lists them"
+            )
+        values = vars(parsed[field.name])
+        if empty := [name for name, value in values.items() if value is None]:
+            raise ValueError(f"--{field.name}.{empty[0]} has no value: give one, or drop it to have the default")
+        sections[field.name] = field.default_factory(**values)  # type: ignore
+    return Config(**sections)
+
+
+def _files_first(arguments: Sequence[str]) -> list[str]:
+    """Moves `--config file` to the front, so that the command line wins wherever it stands."""
+    files: list[str] = []
+    rest = list(arguments)
+    while found := [i for i, argument in enumerate(rest) if argument == "--config" or argument.startswith("--config=")]:
+        end = found[0] + (2 if rest[found[0]] == "--config" else 1)
+        files += rest[found[0] : end]
+        del rest[found[0] : end]
+    return files + rest
+
+
+def _sentence(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message as one sentence in the words of the command line."""
+    message = " ".join(message.split())
+    options = [option for action in parser._actions for option in action.option_strings]
+    if unknown := re.match(r"unrecognized arguments: (\S+)", message):
+        name = unknown[1].split("=")[0]
+        close = difflib.get_close_matches(name, options, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists all options"
+        return f"unknown option {name}: {hint}"
+    message = re.sub(r"Parser key \"(\S+)\":", r"bad value for --\1:", message)
+    message = re.sub(r"Expected an? (?:<class '(\w+)'>|(\S.*?))\. Got value: ?", _expected, message)
+    return message[:400]
+
+
+def _expected(match: re.Match[str]) -> str:
+    names = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list, such as [a, b]",
+             "tuple": "a list, such as [0.9, 0.95]"}  # fmt: skip
+    wanted = names.get(match[1], match[1]) or re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", match[2] or "")
+    return f"it must be {wanted}, not "

@@ -1,0 +1,62 @@
+"""The record of a run: one JSON line per step, and its picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+
+class MetricsLog:
+    """Appends records to a JSONL file, one per step, each on disk before the next step starts."""
+
+    def __init__(self, path: pathlib.Path, step: int):
+        """Opens the file for a run that has taken `step` steps: records of later steps, and a torn line, go."""
+        kept = [record for record in read_metrics(path) if record["step"] <= step]
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(part, path)
+        self._file = path.open("a")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a file, in order; [] if there is none. A last line cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def draw_metrics(records: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
+    """Draws loss and accuracy over steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    steps = [record["step"] for record in records]
+    held_out = [record for record in records if "held_out_accuracy" in record]
+    loss_axes.plot(steps, [record["loss"] for record in records], color="tab:blue", lw=1)
+    loss_axes.set(xlabel="step", ylabel="training loss (nats per answer token)", ylim=(0, None))
+    accuracy_axes.plot(steps, [record["accuracy"] for record in records], color="tab:blue", lw=1, label="training tokens")
+    accuracy_axes.plot(
+        [record["step"] for record in held_out],
+        [record["held_out_accuracy"] for record in held_out],
+        "o-", color="tab:orange", label="held-out answers",
+    )  # fmt: skip
+    accuracy_axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.02))
+    accuracy_axes.legend(loc="lower right", frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
