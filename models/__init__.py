@@ -1,0 +1,1 @@
+"""Flax model families."""

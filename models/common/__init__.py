@@ -1,0 +1,1 @@
+"""What the model families share: small layers, scanning of stacked layers, and Hugging Face folders."""

@@ -1,0 +1,118 @@
+"""Small layers of many families. Each computes in the dtype of its input and keeps statistics in float32 or wider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+Module = TypeVar("Module", bound=nnx.Module)
+
+
+class Linear(nnx.Module):
+    """y = x @ kernel (+ bias), kernel [in, out], in the dtype of x.
+
+    Initialised with standard deviation in^-0.5, so that small models, too, start at unit scale; bias zero.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: Any, rngs: nnx.Rngs):
+        kernel = jax.random.normal(rngs.params(), (in_features, out_features), dtype) * in_features**-0.5
+        self.kernel = nnx.Param(kernel.astype(dtype))
+        self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., in] -> [..., out]."""
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm; the scale is the weight (one at the start), or 1 + weight (`zero_centered`, zero)."""
+
+    def __init__(self, features: int, eps: float, *, zero_centered: bool = False, dtype: Any):
+        self.weight = nnx.Param(jnp.full(features, 0 if zero_centered else 1, dtype))
+        self.eps = eps
+        self.zero_centered = zero_centered
+
+    def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """x [..., features] -> the same shape, times silu(gate) if given."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        weight = self.weight[...].astype(wide.dtype)
+        wide = wide * (1 + weight if self.zero_centered else weight)
+        if gate is not None:
+            wide = wide * jax.nn.silu(gate.astype(wide.dtype))
+        return wide.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm with weight and bias."""
+
+    def __init__(self, features: int, eps: float, *, dtype: Any):
+        self.weight = nnx.Param(jnp.ones(features, dtype))
+        self.bias = nnx.Param(jnp.zeros(features, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., features] -> the same shape."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide - wide.mean(-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return (wide * self.weight[...].astype(wide.dtype) + self.bias[...].astype(wide.dtype)).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, features: int, hidden: int, *, dtype: Any, rngs: nnx.Rngs):
+        self.gate_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(hidden, features, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., features] -> the same shape."""
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rope_frequencies(dim: int, theta: float) -> np.ndarray:
+    """theta^(-2j/dim) for j < dim/2: the angle by which each pair turns per position (arXiv 2104.09864)."""
+    return theta ** (-np.arange(0, dim, 2) / dim)
+
+
+def apply_rope(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Rotates the pairs (i, i + R) of the first 2R features of every head; the others pass through.
+
+    Args:
+        x: [B, L, H, D].
+        angles: [B, L, R], 2R <= D.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    cos, sin = jnp.cos(angles)[:, :, None].astype(wide.dtype), jnp.sin(angles)[:, :, None].astype(wide.dtype)
+    half = angles.shape[-1]
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rngs) -> Module:
+    """One module whose parameters hold `count` independently initialised copies along a new first axis."""
+    split = nnx.split_rngs(splits=count)
+    return split(nnx.vmap(create, axis_size=count))(rngs)
+
+
+def scan_layers(layers: nnx.Module, hidden: jax.Array, *args: Any) -> jax.Array:
+    """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args)`, rematerialised.
+
+    Compile time and the program's size do not grow with the number of copies; the backward pass keeps only the
+    hidden state between them.
+    """
+    graph, stacked = nnx.split(layers)
+
+    def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, None]:
+        return nnx.merge(graph, params)(hidden, *args), None
+
+    return jax.lax.scan(jax.checkpoint(body), hidden, stacked)[0]

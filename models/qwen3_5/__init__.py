@@ -1,0 +1,9 @@
+"""Dense Qwen3.5 vision-language models (Qwen3_5ForConditionalGeneration)."""
+
+from cpjax.models.qwen3_5.config import Config, TextConfig, VisionConfig
+from cpjax.models.qwen3_5.model import Qwen3_5
+from cpjax.models.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
+
+Model = Qwen3_5
+
+__all__ = ["STREAMS", "Config", "Media", "Model", "Qwen3_5", "Row", "TextConfig", "VisionConfig", "patchify", "prepare"]

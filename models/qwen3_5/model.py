@@ -1,0 +1,232 @@
+"""The dense Qwen3.5 vision-language model: gated DeltaNet layers, every fourth full attention, and a vision tower."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from cpjax.attention import Mask, attention
+from cpjax.models.common.layers import (
+    GatedMLP,
+    Linear,
+    RMSNorm,
+    apply_rope,
+    rope_frequencies,
+    scan_layers,
+    stack_layers,
+)
+from cpjax.models.qwen3_5.config import LINEAR, Config, TextConfig
+from cpjax.models.qwen3_5.vision import Vision
+from cpjax.recurrence import causal_conv, gated_delta_rule
+from cpjax.shard import Sharder
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """What every layer reads beside the hidden states: this rank's part of the token streams.
+
+    Attributes:
+        angles: [B, L, R] rope angles.
+        document_ids: [B, L], 0 = pad.
+        padding_mask: [B, L], True = pad.
+        sharder: layout of the sequence.
+        transport: how attention moves keys and values, "ring" or "allgather".
+    """
+
+    angles: jax.Array
+    document_ids: jax.Array
+    padding_mask: jax.Array
+    sharder: Sharder
+    transport: str
+
+
+class GatedAttention(nnx.Module):
+    """Grouped-query attention with q/k norm, partial rope, and an output gate."""
+
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.head_dim = config.head_dim
+        size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = Linear(size, heads * self.head_dim * 2, dtype=dtype, rngs=rngs)  # per head [query | gate]
+        self.k_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(heads * self.head_dim, size, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, zero_centered=True, dtype=dtype)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, zero_centered=True, dtype=dtype)
+
+    def __call__(self, x: jax.Array, local: Local) -> jax.Array:
+        """x [B, L, E] -> [B, L, E]."""
+        rows, length, _ = x.shape
+        q, gate = jnp.split(self.q_proj(x).reshape(rows, length, -1, 2 * self.head_dim), 2, axis=-1)
+        k = self.k_proj(x).reshape(rows, length, -1, self.head_dim)
+        v = self.v_proj(x).reshape(rows, length, -1, self.head_dim)
+        q, k = apply_rope(self.q_norm(q), local.angles), apply_rope(self.k_norm(k), local.angles)
+        mask = Mask(causal=True, document_ids=local.document_ids, padding_mask=local.padding_mask)
+        out = attention(q, k, v, sharder=local.sharder, mask=mask, transport=local.transport)
+        return self.o_proj((out * jax.nn.sigmoid(gate)).reshape(rows, length, -1))
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention by the gated delta rule (arXiv 2412.06464)."""
+
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        size, keys, values = config.hidden_size, self.key_dim * self.key_heads, self.value_dim * self.value_heads
+        self.in_proj_qkv = Linear(size, 2 * keys + values, dtype=dtype, rngs=rngs)
+        self.in_proj_z = Linear(size, values, dtype=dtype, rngs=rngs)
+        self.in_proj_b = Linear(size, self.value_heads, dtype=dtype, rngs=rngs)
+        self.in_proj_a = Linear(size, self.value_heads, dtype=dtype, rngs=rngs)
+        width = config.linear_conv_kernel_dim
+        conv = jax.random.normal(rngs.params(), (2 * keys + values, width), dtype) * width**-0.5
+        self.conv1d = nnx.Param(conv.astype(dtype))
+        # As in Mamba2 (arXiv 2405.21060): decay rates in (0, 16), time steps log-uniform in (0.001, 0.1).
+        rate = jax.random.uniform(rngs.params(), self.value_heads, minval=0.01, maxval=16.0)
+        step = jnp.exp(jax.random.uniform(rngs.params(), self.value_heads, minval=np.log(1e-3), maxval=np.log(0.1)))
+        self.A_log = nnx.Param(jnp.log(rate).astype(dtype))
+        self.dt_bias = nnx.Param(jnp.log(jnp.expm1(step)).astype(dtype))
+        self.norm = RMSNorm(self.value_dim, config.rms_norm_eps, dtype=dtype)
+        self.out_proj = Linear(values, size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, local: Local) -> jax.Array:
+        """x [B, L, E] -> [B, L, E]."""
+        rows, length, _ = x.shape
+        x = jnp.where(local.padding_mask[..., None], 0, x)
+        streams = {"sharder": local.sharder, "document_ids": local.document_ids}
+        qkv = jax.nn.silu(causal_conv(self.in_proj_qkv(x), self.conv1d[...].astype(x.dtype), **streams))
+        keys = self.key_dim * self.key_heads
+        q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
+        q = _unit(q.reshape(rows, length, self.key_heads, self.key_dim)) * self.key_dim**-0.5
+        k = _unit(k.reshape(rows, length, self.key_heads, self.key_dim))
+        q, k = (jnp.repeat(t, self.value_heads // self.key_heads, axis=2) for t in (q, k))
+        v = v.reshape(rows, length, self.value_heads, self.value_dim)
+
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(wide))
+        step = jax.nn.softplus(self.in_proj_a(x).astype(wide) + self.dt_bias[...].astype(wide))
+        log_decay = -jnp.exp(self.A_log[...].astype(wide)) * step
+        out = gated_delta_rule(q, k, v, log_decay, beta, **streams)
+        out = self.norm(out, gate=self.in_proj_z(x).reshape(out.shape))
+        return self.out_proj(out.reshape(rows, length, -1))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """x / sqrt(|x|^2 + 1e-6) over the last axis."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * jax.lax.rsqrt(jnp.square(wide).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm token mixer (linear or full attention) and gated MLP."""
+
+    def __init__(self, config: TextConfig, layer_type: str, *, dtype: Any, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, zero_centered=True, dtype=dtype)
+        mixer = GatedDeltaNet if layer_type == LINEAR else GatedAttention
+        self.mixer = mixer(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(size, eps, zero_centered=True, dtype=dtype)
+        self.mlp = GatedMLP(size, config.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, local: Local) -> jax.Array:
+        x = x + self.mixer(self.input_layernorm(x), local)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LayerGroup(nnx.Module):
+    """The shortest repeating pattern of layers (three linear, one full); the unit of scan and rematerialisation."""
+
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        types = config.types[: config.period]
+        self.slots = nnx.List([DecoderLayer(config, kind, dtype=dtype, rngs=rngs) for kind in types])
+
+    def __call__(self, x: jax.Array, local: Local) -> jax.Array:
+        for layer in self.slots:
+            x = layer(x, local)
+        return x
+
+
+class Qwen3_5(nnx.Module):
+    """The whole model.
+
+    Fresh weights: matrices normal with standard deviation in^-0.5, token embeddings hidden_size^-0.5, norms neutral.
+
+    Args:
+        config: sizes and token ids.
+        rngs: source of the initial weights.
+        dtype: of the parameters and of all matrix products.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
+        self.config = config
+        text = config.text
+        shape = (text.vocab_size, text.hidden_size)
+        table = jax.random.normal(rngs.params(), shape, dtype) * text.hidden_size**-0.5
+        self.embed_tokens = nnx.Param(table.astype(dtype))
+        self.visual = Vision(config.vision, dtype=dtype, rngs=rngs)
+        groups = text.num_hidden_layers // text.period
+        self.layers = stack_layers(lambda rngs: LayerGroup(text, dtype=dtype, rngs=rngs), groups, rngs)
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, zero_centered=True, dtype=dtype)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(text.hidden_size, text.vocab_size, dtype=dtype, rngs=rngs)
+        )
+
+    def __call__(self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str = "ring") -> jax.Array:
+        """Final hidden states of this rank's tokens, [B, L, E].
+
+        Called in the body of a `shard_map` over the sharder's axis, or anywhere when cp = 1. The batch is full length
+        and the same on every rank: embedding and splicing happen before the sequence is cut.
+
+        Args:
+            batch: input_ids, padding_mask, document_ids [B, T], position_ids [3, B, T] and, with images or video, the
+                vision streams and vision_index [B, T] (see `prepare`).
+            sharder: layout and lengths.
+            transport: of attention's keys and values, "ring" or "allgather".
+        """
+        hidden = self.embed_tokens[...][batch["input_ids"]]
+        if "pixel_values" in batch:
+            features = self.visual(batch).astype(hidden.dtype)
+            index = batch["vision_index"][..., None]
+            spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
+            hidden = jnp.where(index >= 0, spliced, hidden)
+        hidden = sharder.take_local(hidden)
+
+        positions = sharder.take_local(batch["position_ids"], axis=2)
+        local = Local(
+            angles=_mrope_angles(self.config.text, positions, jnp.promote_types(hidden.dtype, jnp.float32)),
+            document_ids=sharder.take_local(batch["document_ids"]),
+            padding_mask=sharder.take_local(batch["padding_mask"]),
+            sharder=sharder,
+            transport=transport,
+        )
+        return self.norm(scan_layers(self.layers, hidden, local))
+
+    def head(self) -> jax.Array:
+        """The matrix from hidden states to logits, [E, V]."""
+        return self.embed_tokens[...].T if self.lm_head is None else self.lm_head.kernel[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., E] -> [..., V]."""
+        return hidden @ self.head().astype(hidden.dtype)
+
+
+def _mrope_angles(config: TextConfig, positions: jax.Array, dtype: Any) -> jax.Array:
+    """Interleaved multi-axis rope: frequency j turns with the height or width position where j % 3 is 1 or 2.
+
+    Beyond three times that axis' section, and where j % 3 is 0, it turns with time.
+
+    Args:
+        positions: [3, B, L] time, height, width.
+
+    Returns:
+        [B, L, rotary_dim / 2].
+    """
+    frequency = np.arange(config.rotary_dim // 2)
+    axis = frequency % 3
+    axis = np.where(frequency < 3 * np.asarray(config.mrope_section)[axis], axis, 0)
+    turns = jnp.moveaxis(positions.astype(dtype)[axis], 0, -1)
+    return turns * jnp.asarray(rope_frequencies(config.rotary_dim, config.rope_theta), dtype)
