@@ -1,0 +1,10 @@
+"""Recurrences over a sharded sequence: causal convolution and gated delta rule.
+
+Called inside a `shard_map` body with this rank's tokens and the sharder. Ranks exchange only the tokens around the
+edges of their runs and one state per run; full sequences are never gathered.
+"""
+
+from cpjax.recurrence.conv import causal_conv
+from cpjax.recurrence.delta import gated_delta_rule
+
+__all__ = ["causal_conv", "gated_delta_rule"]
