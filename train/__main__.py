@@ -30,14 +30,13 @@ def main() -> int:
 
 
 def is_bad_input(error: ValueError) -> bool:
-    """Whether our own code raised it: cpjax raises ValueError for what its caller can change, and for nothing else."""
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    root = pathlib.Path(cpjax.__file__).resolve().parent
-    raiser = pathlib.Path(frames[-1]).resolve()
-    return any(raiser.is_relative_to(folder) for folder in (root, *((root / name).resolve() for name in _FLOORS)))
+    """Whether a `raise` of our own made it: cpjax raises ValueError for what its caller can change, and only for that."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    package = pathlib.Path(cpjax.__file__).resolve().parent
+    floors = (package, (package / "models").resolve(), (package / "train").resolve())  # links in a checkout
+    ours = any(pathlib.Path(last.filename).resolve().is_relative_to(floor) for floor in floors)
+    return ours and (last.line or "").startswith("raise ")
 
-
-_FLOORS = ("models", "train")  # links in a checkout, folders in a wheel
 
 if __name__ == "__main__":
     sys.exit(main())

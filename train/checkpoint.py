@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,16 +19,18 @@ from cpjax.train.step import TrainState, state_sharding
 FREE = {"mesh", "run.out", "run.resume", "run.eval_every", "run.eval_batches", "run.save_every", "run.keep"}
 """Sections and options that may change on resume: they do not decide the numbers."""
 
+_OPTIONS = "config.yaml"
 
-def open_folder(config: Config) -> None:
-    """Claims the output folder for a new run, or checks that the run in it is the one these options describe.
+
+def check_folder(config: Config) -> None:
+    """Checks, and changes nothing, that the output folder is free or holds the run that these options describe.
 
     Raises:
         ValueError: the folder holds something and resume was not asked for, holds nothing to resume, or holds a
-            run with other options; the folder is then left as it was.
+            run with other options.
     """
     out = pathlib.Path(config.run.out)
-    saved = out / "config.yaml"
+    saved = out / _OPTIONS
     if out.exists() and not out.is_dir():
         raise ValueError(f"--run.out {out} is a file: name a folder")
     if not config.run.resume:
@@ -36,17 +39,25 @@ def open_folder(config: Config) -> None:
                 f"the folder {out} is not empty: continue the run in it with --run.resume true, or name another "
                 "folder with --run.out"
             )
-        out.mkdir(parents=True, exist_ok=True)
-        _write(saved, config.to_yaml())
         return
     if not saved.is_file():
-        raise ValueError(f"there is no run to resume in {out}: {saved.name} is missing; drop --run.resume to start one")
+        raise ValueError(f"there is no run to resume in {out} ({_OPTIONS} is missing): drop --run.resume to start one")
     differences = _differences(yaml.safe_load(saved.read_text()), config.to_dict())
     if differences:
         raise ValueError(
             f"the run in {out} was started with other options: {'; '.join(differences)}; give the old values, or name "
             "another folder with --run.out"
         )
+
+
+def claim_folder(config: Config) -> None:
+    """Makes the output folder and writes the options into it; a run that is there keeps its own."""
+    saved = pathlib.Path(config.run.out) / _OPTIONS
+    if not saved.exists():
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        part = saved.with_name(saved.name + ".part")
+        part.write_text(config.to_yaml())
+        os.replace(part, saved)
 
 
 def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> list[str]:
@@ -60,13 +71,6 @@ def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]])
     return texts
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
-
-
 class Checkpoints:
     """The checkpoints of one run, by step, in `out/checkpoints`.
 
@@ -77,6 +81,8 @@ class Checkpoints:
     def __init__(self, config: Config):
         self.folder = pathlib.Path(config.run.out).resolve() / "checkpoints"
         self._config = config
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        self._unfinished = [name.split(".")[0] for name in names if ".orbax-checkpoint-tmp" in name]
         self._open()
 
     def _open(self) -> None:
@@ -114,6 +120,8 @@ class Checkpoints:
         Raises:
             ValueError: a checkpoint holds other arrays than this model and optimizer have.
         """
+        for unfinished in self._unfinished:
+            say(f"a save of step {unfinished} was cut short; it is not used")
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding(mesh, x.shape)), like
         )
@@ -121,9 +129,8 @@ class Checkpoints:
             try:
                 found = self._manager.item_metadata(step).state.tree
                 self._compare(step, found, target)
-                restored = self._manager.restore(
-                    step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
-                )
+                items = ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
+                restored = self._manager.restore(step, args=items)
                 if restored.run["next_step"] != step:
                     raise OSError(f"it says that its next step is {restored.run['next_step']}")
                 return restored.state
@@ -150,6 +157,7 @@ class Checkpoints:
                 )
 
     def _move_aside(self, step: int, error: Exception, say: Callable[[str], None]) -> None:
+        _drop_abandoned_reads()
         self._manager.close()
         aside = self.folder.parent / f"unreadable-{step}"
         number = 0
@@ -159,6 +167,17 @@ class Checkpoints:
         os.replace(self.folder / str(step), aside)
         say(f"checkpoint {step} is incomplete and was moved to {aside}: {' '.join(str(error).split())[:160]}")
         self._open()
+
+
+def _drop_abandoned_reads() -> None:
+    """When one read fails, orbax closes its event loop under the others; Python would print a traceback for each."""
+    hook = sys.unraisablehook
+
+    def drop(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            hook(unraisable)
+
+    sys.unraisablehook = drop
 
 
 class _Mismatch(Exception):

@@ -111,17 +111,23 @@ def make_schedule(lr: float, steps: int, warmup: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    schedule: optax.Schedule, *, betas: tuple[float, float], weight_decay: float, clip: float
+    schedule: optax.Schedule,
+    decayed: Mapping[str, bool],
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    clip: float,
 ) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) after clipping to a global norm; clip 0 does not clip.
 
-    Vectors (norms, biases, gates) are not decayed.
+    Args:
+        decayed: by path, whether weight decay applies; where not given, to matrices only.
     """
 
-    def decayed(params: Arrays) -> dict[str, bool]:
-        return {name: array.ndim > 1 for name, array in params.items()}
+    def mask(params: Arrays) -> dict[str, bool]:
+        return {name: decayed.get(name, array.ndim > 1) for name, array in params.items()}
 
-    adamw = optax.adamw(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay, mask=decayed)
+    adamw = optax.adamw(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay, mask=mask)
     return optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
 
 

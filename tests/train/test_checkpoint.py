@@ -1,0 +1,141 @@
+"""Checkpoints: other meshes, half-written files, other runs."""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cpjax.mesh import make_mesh
+from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
+from cpjax.train.config import Config, MeshConfig, ModelConfig, RunConfig
+from cpjax.train.step import init_state, make_optimizer, make_schedule
+
+
+def make_config(out, **run):
+    return Config(run=RunConfig(out=str(out), **run))
+
+
+def make_state(mesh, seed=0, width=8):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {"a.kernel": jax.random.normal(keys[0], (width, 6)), "a.bias": jax.random.normal(keys[1], (3,))}
+    optimizer = make_optimizer(make_schedule(1e-3, 10, 2), {}, betas=(0.9, 0.99), weight_decay=0.1, clip=1.0)
+    state = init_state(params, {"b": jax.random.normal(keys[2], (5,))}, optimizer, mesh)
+    moved = jax.tree.map(lambda x: x + jnp.asarray(seed, x.dtype), state)
+    return dataclasses.replace(moved, step=jnp.int32(seed))
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 8)])
+def test_restores_bitwise_on_another_mesh(tmp_path, sizes):
+    config = make_config(tmp_path)
+    saved = make_state(make_mesh(fsdp=2, cp=4), seed=7)
+    checkpoints = Checkpoints(config)
+    checkpoints.save(saved, 7)
+    checkpoints.wait()
+    mesh = make_mesh(*sizes)
+    restored = checkpoints.restore(make_state(mesh), mesh, print)
+    checkpoints.close()
+    assert_same(restored, saved)
+    spec = restored.params["a.kernel"].sharding.spec
+    assert spec == jax.sharding.PartitionSpec("fsdp" if sizes[1] > 1 else None, None)
+
+
+def test_a_half_written_checkpoint_gives_way_to_the_one_before(tmp_path):
+    config, mesh = make_config(tmp_path, keep=3), make_mesh()
+    checkpoints = Checkpoints(config)
+    for step in (1, 2, 3):
+        checkpoints.save(make_state(mesh, seed=step), step)
+    checkpoints.wait()
+    checkpoints.close()
+    for file in (tmp_path / "checkpoints" / "3" / "state").rglob("d/*"):
+        os.truncate(file, file.stat().st_size // 2)
+
+    said = []
+    checkpoints = Checkpoints(config)
+    restored = checkpoints.restore(make_state(mesh), mesh, said.append)
+    assert_same(restored, make_state(mesh, seed=2))
+    assert len(said) == 1 and "checkpoint 3 is incomplete" in said[0]
+    assert (tmp_path / "unreadable-3").is_dir()
+
+    checkpoints.save(make_state(mesh, seed=3), 3)  # that number again
+    checkpoints.wait()
+    assert_same(checkpoints.restore(make_state(mesh), mesh, said.append), make_state(mesh, seed=3))
+    checkpoints.close()
+    assert len(said) == 1
+
+
+def test_a_save_cut_short_is_said(tmp_path):
+    config, mesh = make_config(tmp_path), make_mesh()
+    checkpoints = Checkpoints(config)
+    checkpoints.save(make_state(mesh, seed=1), 1)
+    checkpoints.wait()
+    checkpoints.close()
+    os.rename(tmp_path / "checkpoints" / "1", tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp")
+    checkpoints = Checkpoints(config)
+    said = []
+    assert checkpoints.restore(make_state(mesh), mesh, said.append) is None
+    checkpoints.close()
+    assert len(said) == 1 and "step 2" in said[0]
+
+
+def test_keeps_the_newest(tmp_path):
+    checkpoints = Checkpoints(make_config(tmp_path, keep=2))
+    for step in (1, 2, 3, 4):
+        checkpoints.save(make_state(make_mesh(), seed=step), step)
+    checkpoints.wait()
+    checkpoints.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
+
+
+def test_saved_values_survive_donation(tmp_path):
+    mesh = make_mesh(cp=2)
+    state = make_state(mesh, seed=5)
+    want = jax.tree.map(np.array, state)
+    checkpoints = Checkpoints(make_config(tmp_path))
+    checkpoints.save(state, 5)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state))
+    checkpoints.wait()
+    assert_same(checkpoints.restore(make_state(mesh), mesh, print), want)
+    checkpoints.close()
+
+
+def test_other_arrays_are_refused(tmp_path):
+    mesh = make_mesh()
+    checkpoints = Checkpoints(make_config(tmp_path))
+    checkpoints.save(make_state(mesh), 1)
+    checkpoints.wait()
+    with pytest.raises(ValueError, match=r"holds float32 of shape \(8, 6\) at \S+ but the model .* \(9, 6\)"):
+        checkpoints.restore(make_state(mesh, width=9), mesh, print)
+    renamed = make_state(mesh)
+    renamed = dataclasses.replace(renamed, frozen={"c": renamed.frozen["b"]})
+    with pytest.raises(ValueError, match="holds float32 of shape .* at frozen/b, but the model .* nothing"):
+        checkpoints.restore(renamed, mesh, print)
+    checkpoints.close()
+
+
+def test_folders(tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="no run to resume"):
+        check_folder(make_config(out, resume=True))
+    check_folder(make_config(out))
+    assert not out.exists()
+    claim_folder(make_config(out))
+    with pytest.raises(ValueError, match="not empty"):
+        check_folder(make_config(out))
+    same = make_config(out, resume=True, keep=5, eval_every=3)
+    check_folder(dataclasses.replace(same, mesh=MeshConfig(cp=8, layout="contiguous", transport="allgather")))
+    other = dataclasses.replace(make_config(out, resume=True, seed=9), model=ModelConfig(heads=8))
+    with pytest.raises(ValueError, match=r"model\.heads was \d+ and is now 8; run\.seed was 0 and is now 9"):
+        check_folder(other)
+    before = (out / "config.yaml").read_text()
+    claim_folder(same)
+    assert (out / "config.yaml").read_text() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        check_folder(make_config(tmp_path / "file"))

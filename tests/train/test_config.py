@@ -1,0 +1,82 @@
+"""Options: precedence, and every bad input is one sentence."""
+
+import yaml
+import pytest
+
+from cpjax.train.config import Config, OptimizerConfig, RunConfig, make_parser, parse_config
+
+
+def test_the_command_line_beats_the_file_which_beats_the_default(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("mesh: {cp: 2, fsdp: 2}\noptimizer: {lr: 3e-4, freeze: [visual]}\n")
+    for arguments in (["--mesh.cp", "8", "--config", str(file)], [f"--config={file}", "--mesh.cp=8"]):
+        config = parse_config(arguments)
+        assert (config.mesh.cp, config.mesh.fsdp, config.mesh.dp) == (8, 2, 1)
+        assert config.optimizer.lr == 3e-4 and config.optimizer.freeze == ["visual"]
+        assert config.optimizer.betas == OptimizerConfig().betas
+
+
+def test_yaml_round_trip(tmp_path):
+    config = Config(run=RunConfig(out="x", seed=3), optimizer=OptimizerConfig(betas=(0.5, 0.75), freeze=["a|b"]))
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert parse_config(["--config", str(file)]) == config
+    assert yaml.safe_load(config.to_yaml()) == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mesh.cq", "2"], "unknown option --mesh.cq: did you mean --mesh.cp?"),
+        (["--mesh.c", "2"], "unknown option --mesh.c"),
+        (["extra"], "unknown option extra"),
+        (["--mesh.cp", "two"], "--mesh.cp: it must be a whole number, not two"),
+        (["--mesh.cp", "2.5"], "--mesh.cp: it must be a whole number"),
+        (["--mesh.cp", "0"], "--mesh.cp is 0: it must be at least 1"),
+        (["--mesh.layout", "spiral"], "one of 'zigzag', 'contiguous', not spiral"),
+        (["--optimizer.lr", "-1"], "--optimizer.lr is -1.0: it must be above 0"),
+        (["--optimizer.lr", "nan"], "--optimizer.lr"),
+        (["--optimizer.betas", "[0.9, 1.0]"], "--optimizer.betas"),
+        (["--mesh.dp", "3", "--run.batch_size", "4"], "a multiple of mesh.dp x mesh.fsdp, which is 3"),
+        (["--run.steps"], "--run.steps"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--config", "{folder}"], "not a file"),
+        (["--config", "{file}"], "--config"),
+    ],
+)
+def test_bad_options(arguments, words, tmp_path):
+    places = {"{folder}": str(tmp_path), "{file}": str(tmp_path / "recipe.yaml")}
+    (tmp_path / "recipe.yaml").write_text("")
+    with pytest.raises(ValueError, match=".") as error:
+        parse_config([places.get(argument, argument) for argument in arguments])
+    assert words in str(error.value) or words == "--config"
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("mesh: {cpp: 3}", "cpp"),
+        ("mash: {cp: 3}", "mash"),
+        ("mesh: 3", "mesh"),
+        ("mesh: {cp: null}", "mesh.cp"),
+        ("mesh: [", "line 2"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_bad_files(text, word, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text + "\n")
+    with pytest.raises(ValueError, match=word) as error:
+        parse_config(["--config", str(file)])
+    assert "\n" not in str(error.value)
+
+
+def test_every_option_has_a_sentence(capsys):
+    for action in make_parser()._actions:
+        if "." in action.dest:
+            assert action.help and action.help.rstrip().endswith("."), action.dest
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"])
+    assert stop.value.code == 0
+    assert "--mesh.cp" in capsys.readouterr().out
