@@ -1,1 +1,99 @@
-"""Flax model families."""
+"""Flax (nnx) model families, and reading and writing them as Hugging Face folders."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from cpjax.models.common import checkpoint
+
+__all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_names"]
+
+_FAMILIES = {
+    "qwen3_5": "cpjax.models.qwen3_5",
+}
+
+
+def family(model_type: str) -> ModuleType:
+    """The module of a family, by the `model_type` of config.json.
+
+    Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`.
+
+    Raises:
+        ValueError: no such family.
+    """
+    if model_type not in _FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported: choose one of {', '.join(sorted(_FAMILIES))}")
+    return importlib.import_module(_FAMILIES[model_type])
+
+
+def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dtype: Any = None) -> Any:
+    """The model in a Hugging Face folder (config.json with model.safetensors, or its index and shards).
+
+    Args:
+        folder: path of the folder.
+        mesh: splits the parameters over its `fsdp` axis; None puts them on the default device.
+        dtype: of the parameters; None keeps each tensor's own.
+
+    Raises:
+        ValueError: the folder, its configuration or one of its tensors is missing, unsupported or damaged.
+    """
+    path = pathlib.Path(folder)
+    source = checkpoint.read_json(path / checkpoint.CONFIG)
+    module = family(str(source.get("model_type")))
+    config = module.Config.from_dict(source)
+    abstract = nnx.eval_shape(lambda: module.Model(config, rngs=nnx.Rngs(0)))
+    return checkpoint.load(abstract, module.weights(config), path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
+
+
+def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Writes a folder that `from_pretrained`, and transformers, read.
+
+    config.json is what the model was read from, except that a `dtype` in it follows the weights. The folder appears
+    whole or not at all; an earlier export in its place is replaced.
+
+    Args:
+        model: of any family.
+        folder: created, with its parents.
+        max_shard_bytes: weights beyond it go to several files and an index.
+
+    Raises:
+        ValueError: the folder holds something other than an earlier export.
+    """
+    config = model.config.to_dict()
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("dtype", "torch_dtype"):
+            if part.get(key) is not None:
+                part[key] = jnp.dtype(model.embed_tokens[...].dtype).name
+    weights = family(model.config.model_type).weights(model.config)
+    checkpoint.save(weights, model, config, pathlib.Path(folder), max_shard_bytes)
+
+
+def to_hf_names(model_or_config: Any, tree: Any) -> dict[str, Any]:
+    """A parameter-shaped tree (parameters, gradients, moments) as the tensors of a Hugging Face folder.
+
+    Args:
+        model_or_config: says which family, and its sizes.
+        tree: a model, its `nnx.State` or part of it, or a dict of arrays, nested or by dotted path.
+
+    Returns:
+        Arrays by name, shaped as on disk.
+
+    Raises:
+        ValueError: a leaf that is no parameter of the model.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    return dict(checkpoint.named_tensors(family(config.model_type).weights(config), tree))
+
+
+def hf_names(model_or_config: Any) -> dict[str, tuple[str, ...]]:
+    """The Hugging Face names of each parameter, by its dotted path; several where layers are stacked."""
+    config = getattr(model_or_config, "config", model_or_config)
+    return {weight.path: weight.names for weight in family(config.model_type).weights(config)}

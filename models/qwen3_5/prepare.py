@@ -102,7 +102,7 @@ def prepare(
     if not patches:
         del out["vision_index"]
         return out
-    for key in ("pixel_values", "vision_segment_ids", "vision_positions", "vision_table_indices", "vision_table_weights"):
+    for key in STREAMS.keys() - {"vision_index"}:
         out[key] = _stack([row[key] for row in batch], patches, 0)
     return out
 
@@ -115,9 +115,7 @@ def _room(given: int | None, needed: int, name: str, what: str) -> int:
 
 def _stack(arrays: Sequence[np.ndarray], size: int, fill: Any) -> np.ndarray:
     """Pads the first axis of each to `size` and stacks them."""
-    return np.stack(
-        [np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1), constant_values=fill) for a in arrays]
-    )
+    return np.stack([np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1), constant_values=fill) for a in arrays])
 
 
 def _continue(positions: np.ndarray, size: int) -> np.ndarray:
@@ -141,7 +139,8 @@ def _row(config: Config, row: Row, number: int) -> dict[str, np.ndarray]:
         outside = values[(values < 0) | (values >= config.text.vocab_size)]
         if outside.size:
             raise ValueError(
-                f"row {number} has the value {outside[0]} in {name}: the vocabulary is 0 .. {config.text.vocab_size - 1}"
+                f"row {number} has the value {outside[0]} in {name}: the vocabulary ends at "
+                f"{config.text.vocab_size - 1}"
             )
     starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
     if documents.min() < 1 or len(np.unique(documents)) != len(starts):

@@ -1,0 +1,293 @@
+"""Hugging Face folders: config.json and safetensors, streamed into and out of a model through one table of names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A parameter and the tensors on disk that hold it: one line of a family's table.
+
+    Attributes:
+        path: dotted path of the parameter in the model's state.
+        names: tensor on disk, or one for each entry of the first axis of a stacked parameter.
+        stacked: whether the first axis runs over `names`.
+        transpose: the tensor on disk is [out, in], ours [in, out].
+        disk_shape: shape on disk where it is not just that, e.g. a convolution that we keep as a matrix.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    stacked: bool = False
+    transpose: bool = False
+    disk_shape: tuple[int, ...] | None = None
+
+    def shape_on_disk(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of each tensor on disk, for a parameter of the given shape."""
+        own = tuple(shape[1:] if self.stacked else shape)
+        return self.disk_shape or (own[::-1] if self.transpose else own)
+
+    def to_disk(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Name and tensor of each part of the parameter."""
+        for i, name in enumerate(self.names):
+            own = value[i] if self.stacked else value
+            own = own.T if self.transpose else own
+            yield name, own if self.disk_shape is None else own.reshape(self.disk_shape)
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a parameter-shaped tree (a module, its state, or dicts of arrays) by dotted path."""
+    if isinstance(tree, nnx.Module):
+        tree = nnx.state(tree, nnx.Param)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    # A state's variables add an attribute key, which is no part of the path.
+    return {".".join(str(key.key) for key in path if hasattr(key, "key")): leaf for path, leaf in leaves}
+
+
+def named_tensors(weights: Sequence[Weight], tree: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors on disk that correspond to the leaves of a parameter-shaped tree, one after another.
+
+    Raises:
+        ValueError: the tree has a leaf that the table does not.
+    """
+    leaves = leaves_by_path(tree)
+    for weight in weights:
+        if weight.path in leaves:
+            yield from weight.to_disk(leaves.pop(weight.path))
+    if leaves:
+        raise ValueError(f"the tree has {next(iter(leaves))!r}, which is no parameter of this model: pass its own tree")
+
+
+def parameter_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
+    """Where a parameter lives: its largest axis that fsdp divides is split, otherwise it is replicated."""
+    size = mesh.shape.get("fsdp", 1)
+    axes = [axis for axis, length in enumerate(shape) if length >= size and length % size == 0]
+    spec: list[str | None] = [None] * len(shape)
+    if size > 1 and axes:
+        spec[max(axes, key=lambda axis: shape[axis])] = "fsdp"
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+class Folder:
+    """The tensors of a folder, read lazily: nothing but headers until a slice is asked for."""
+
+    def __init__(self, path: pathlib.Path, stack: contextlib.ExitStack):
+        """Opens all files; they close with `stack`.
+
+        Raises:
+            ValueError: no weights, a shard that the index names is missing, or a file that is empty or truncated.
+        """
+        self.path = path
+        if (path / INDEX).exists():
+            index = read_json(path / INDEX).get("weight_map")
+            if not isinstance(index, dict):
+                raise ValueError(f"{path / INDEX} has no weight_map: it is no safetensors index")
+            files = sorted(set(index.values()))
+        elif (path / SINGLE).exists():
+            files = [SINGLE]
+        else:
+            raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}: give the folder of a Hugging Face checkpoint")
+        self._files: dict[str, Any] = {}
+        for file in files:
+            if not (path / file).exists():
+                raise ValueError(f"{INDEX} names {file}, which is not in {path}: copy the missing shard there")
+            try:
+                opened = stack.enter_context(safe_open(path / file, framework="np"))
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{path / file} is not a complete safetensors file ({error}): copy or download it again"
+                ) from None
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._files)
+
+    def tensor(self, name: str) -> Any:
+        """A lazily read tensor: `get_shape()`, `get_dtype()` and slicing."""
+        return self._files[name].get_slice(name)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ValueError: no such file, or it does not hold a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}: give the folder of a Hugging Face checkpoint") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy or download it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object: copy or download it again")
+    return value
+
+
+def load(
+    abstract: nnx.Module,
+    weights: Sequence[Weight],
+    path: pathlib.Path,
+    *,
+    mesh: Mesh | None,
+    dtype: Any,
+    dropped: str,
+) -> Any:
+    """Fills an abstract model (`nnx.eval_shape`) from a folder.
+
+    Each device's part of each parameter is read and placed by itself: the host never holds more than one parameter,
+    and with several hosts each reads only what its devices need.
+
+    Args:
+        weights: the family's table.
+        path: the folder.
+        mesh: places parameters by `parameter_sharding`; None: the default device.
+        dtype: of the parameters; None: each as on disk.
+        dropped: regular expression of tensors that are ignored on purpose; other unknown ones give a warning.
+
+    Raises:
+        ValueError: see `Folder`; a tensor is missing, of another shape, or of a dtype that is no float.
+    """
+    graph, state = nnx.split(abstract)
+    shapes = {name: leaf.shape for name, leaf in leaves_by_path(state).items()}
+    with contextlib.ExitStack() as stack:
+        folder = Folder(path, stack)
+        _check(folder, weights, shapes)
+        values = {}
+        for weight in weights:
+            shape = shapes[weight.path]
+            sharding = SingleDeviceSharding(jax.devices()[0]) if mesh is None else parameter_sharding(mesh, shape)
+            found = [_DTYPES[folder.tensor(name).get_dtype()] for name in weight.names]
+            target = dtype or jnp.result_type(*found)
+            values[weight.path] = jax.make_array_from_callback(
+                shape, sharding, lambda index, w=weight, s=shape, t=target: _read(folder, w, s, index).astype(t)
+            )
+    extra = sorted(n for n in folder.names.difference(*(w.names for w in weights)) if not re.match(dropped, n))
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        warnings.warn(f"{path} holds tensors that this model does not have: {extra[0]}{more}", stacklevel=3)
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [values[name] for name in shapes]))
+
+
+def _check(folder: Folder, weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Everything that can be wrong with the tensors, before any is read."""
+    needed = [(name, weight.shape_on_disk(shapes[weight.path])) for weight in weights for name in weight.names]
+    missing = [(name, shape) for name, shape in needed if name not in folder.names]
+    if missing:
+        more = f" ({len(missing) - 1} more are missing)" if len(missing) > 1 else ""
+        raise ValueError(f"{folder.path} lacks the tensor {missing[0][0]}, needed with shape {missing[0][1]}{more}")
+    for name, shape in needed:
+        found = tuple(folder.tensor(name).get_shape())
+        if found != shape:
+            raise ValueError(f"{name} in {folder.path} has shape {found}, but config.json needs {shape}")
+        if (kind := folder.tensor(name).get_dtype()) not in _DTYPES:
+            raise ValueError(f"{name} in {folder.path} is of type {kind}: only {', '.join(_DTYPES)} can be read")
+
+
+def _read(folder: Folder, weight: Weight, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
+    """The part of a parameter that `index` selects."""
+    own_shape = shape[1:] if weight.stacked else shape
+    own_index = index[1:] if weight.stacked else index
+
+    def part(name: str) -> np.ndarray:
+        tensor = folder.tensor(name)
+        if weight.disk_shape is not None:
+            value = tensor[:].reshape(own_shape[::-1] if weight.transpose else own_shape)
+            return (value.T if weight.transpose else value)[own_index]
+        return tensor[own_index[::-1]].T if weight.transpose else tensor[own_index]
+
+    if not weight.stacked:
+        return part(weight.names[0])
+    return np.stack([part(name) for name in weight.names[index[0]]])
+
+
+def save(
+    weights: Sequence[Weight], model: nnx.Module, config: Mapping[str, Any], path: pathlib.Path, max_shard_bytes: int
+) -> None:
+    """Writes config.json and the weights, in one file or in shards with an index.
+
+    The folder appears whole or not at all: it is written beside its place under another name, then renamed.
+
+    Raises:
+        ValueError: `path` is a file, or a folder that holds anything but an earlier export.
+    """
+    path = path.absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: give a folder that does not exist yet")
+    if foreign := sorted(f.name for f in path.glob("*") if not _is_export(f.name)):
+        raise ValueError(f"{path} holds {foreign[0]}, which is no part of a model export: give another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        new = scratch / "new"
+        new.mkdir()
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _write(named_tensors(weights, model), new, max_shard_bytes)
+        if path.exists():
+            os.replace(path, scratch / "old")
+        os.replace(new, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_export(name: str) -> bool:
+    return (
+        name in (CONFIG, SINGLE, INDEX, "README.md") or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) is not None
+    )
+
+
+def _write(tensors: Iterator[tuple[str, Any]], folder: pathlib.Path, max_shard_bytes: int) -> None:
+    """Fills shards one after another; the number of shards is known, and the files get their names, at the end."""
+    shard: dict[str, np.ndarray] = {}
+    names: list[list[str]] = []
+    total = size = 0
+
+    def flush() -> None:
+        save_file(shard, folder / str(len(names)), metadata={"format": "pt"})
+        names.append(list(shard))
+        shard.clear()
+
+    for name, value in tensors:
+        tensor = np.ascontiguousarray(jax.device_get(value))
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            flush()
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(names) == 1:
+        os.replace(folder / "0", folder / SINGLE)
+        return
+    index = {}
+    for i, held in enumerate(names):
+        file = f"model-{i + 1:05}-of-{len(names):05}.safetensors"
+        os.replace(folder / str(i), folder / file)
+        index.update(dict.fromkeys(held, file))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2) + "\n"
+    )

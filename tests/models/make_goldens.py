@@ -1,0 +1,152 @@
+"""Makes the golden files of the model families from transformers: python -m tests.models.make_goldens
+
+Needs torch and transformers; the tests that read the files need neither. For each family a folder with a tiny random
+model as transformers saves it, and per case one file: inputs, position ids, logits, loss, and every gradient by name.
+"""
+
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+PAD, IMAGE, VIDEO, START, END = 0, 90, 91, 92, 93
+
+
+def spread(model: torch.nn.Module, seed: int) -> None:
+    """Moves weights away from their initial values, where zeros, ones and smallness would hide errors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(parameter.flatten()[0] + 0.3 * noise)
+            else:
+                parameter.copy_(noise * min(0.08, parameter[0].numel() ** -0.5))
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter -= 3  # a memory of tens of tokens, not of one
+        embedding = model.get_input_embeddings()
+        if embedding.padding_idx is not None:
+            embedding.weight[embedding.padding_idx] = 0
+
+
+def qwen3_5() -> None:
+    config = transformers.Qwen3_5Config(
+        text_config=dict(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=8, linear_value_head_dim=12, max_position_embeddings=512, pad_token_id=PAD,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.75, mrope_section=[3, 2, 1],
+                mrope_interleaved=True,
+            ),
+        ),
+        vision_config=dict(
+            depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=32,
+            num_position_embeddings=25,
+        ),
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float().eval()
+    spread(model, seed=1)
+    model.save_pretrained(GOLDENS / "qwen3_5")
+    (GOLDENS / "qwen3_5" / "generation_config.json").unlink(missing_ok=True)
+
+    rng = np.random.default_rng(2)
+
+    def text(length: int) -> list[int]:
+        return rng.integers(1, 90, length).tolist()
+
+    def image(tokens: int) -> list[int]:
+        return [START] + [IMAGE] * tokens + [END]
+
+    def frames(count: int, tokens: int) -> list[int]:
+        return [token for _ in range(count) for token in [*text(2), START, *[VIDEO] * tokens, END]]
+
+    qwen3_5_case(model, "text", [text(21), text(14)])
+    qwen3_5_case(
+        model,
+        "images",
+        [text(3) + image(4) + text(5) + image(3) + text(4), [IMAGE] * 3 + text(2) + image(2) + image(4) + text(5)],
+        images=[(1, 4, 4), (1, 2, 6), (1, 6, 2), (1, 4, 2), (1, 4, 4)],
+    )
+    qwen3_5_case(
+        model,
+        "video",
+        [text(2) + frames(3, 2) + text(4) + image(3) + frames(2, 4) + text(3)],
+        images=[(1, 2, 6)],
+        videos=[(3, 4, 2), (2, 4, 4)],
+    )
+    qwen3_5_positions(model)
+
+
+def qwen3_5_case(model, name: str, rows: list[list[int]], images=(), videos=()) -> None:
+    """Runs one batch and writes it down. Grids are in the order of the rows, images and videos apart."""
+    rng = np.random.default_rng(3)
+    length = max(map(len, rows))
+    ids = np.array([row + [PAD] * (length - len(row)) for row in rows])
+    mask = np.array([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    labels = np.where((mask == 1) & (ids < IMAGE) & (rng.random(ids.shape) < 0.8), ids, -100)
+    kinds = np.where(ids == IMAGE, 1, np.where(ids == VIDEO, 2, 0))
+    patch = model.config.vision_config
+    width = patch.in_channels * patch.temporal_patch_size * patch.patch_size**2
+    arrays = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    inputs = {key: torch.tensor(value) for key, value in arrays.items()}
+    for grids, pixels, grid in (
+        (images, "pixel_values", "image_grid_thw"),
+        (videos, "pixel_values_videos", "video_grid_thw"),
+    ):
+        if grids:
+            arrays[grid] = np.array(grids)
+            arrays[pixels] = rng.normal(size=(int(arrays[grid].prod(1).sum()), width)).astype(np.float32)
+            inputs |= {pixels: torch.tensor(arrays[pixels]), grid: torch.tensor(arrays[grid])}
+    positions = model.model.get_rope_index(
+        inputs["input_ids"],
+        torch.tensor(kinds),
+        inputs.get("image_grid_thw"),
+        inputs.get("video_grid_thw"),
+        inputs["attention_mask"],
+    )[0]
+    model.zero_grad()
+    out = model(**inputs, mm_token_type_ids=torch.tensor(kinds), position_ids=positions, use_cache=False)
+    out.loss.backward()
+    arrays |= {"position_ids": positions.numpy(), "logits": out.logits.detach().numpy(), "loss": out.loss.detach().numpy()}
+    arrays |= {f"grad.{key}": p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
+    save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / f"qwen3_5-{name}.safetensors")
+
+
+def qwen3_5_positions(model) -> None:
+    """Position ids of rows whose images touch each other or the ends."""
+    inner = model.model
+    rows = {
+        "first": ([IMAGE] * 4 + [5, 6], [(1, 4, 4)], []),
+        "last": ([5, 6, 7] + [IMAGE] * 3, [(1, 2, 6)], []),
+        "marks_between": ([5] + [IMAGE] * 4 + [END, START] + [IMAGE] * 3 + [6], [(1, 4, 4), (1, 2, 6)], []),
+        "image_touches_video": ([IMAGE] * 4 + [VIDEO] * 3 + [6], [(1, 4, 4)], [(1, 2, 6)]),
+    }
+    arrays = {}
+    for name, (row, images, videos) in rows.items():
+        ids = torch.tensor([row])
+        kinds = torch.where(ids == IMAGE, 1, torch.where(ids == VIDEO, 2, 0))
+        grids = [torch.tensor(grid) if grid else None for grid in (images, videos)]
+        arrays[f"{name}.ids"] = ids[0].numpy()
+        arrays[f"{name}.grids"] = np.array(images + videos)
+        arrays[f"{name}.positions"] = inner.get_rope_index(ids, kinds, *grids)[0][:, 0].numpy()
+    # transformers takes a run of placeholders for one image, so images that touch are put together from its parts.
+    first = inner.get_vision_position_ids(1, [torch.tensor(n) for n in (1, 4, 4)], 1, 2)
+    second = inner.get_vision_position_ids(3, [torch.tensor(n) for n in (1, 2, 6)], 1, 2)
+    ends = [torch.full((3, 1), n) for n in (0, 6)]
+    arrays["touching.ids"] = np.array([5] + [IMAGE] * 7 + [6])
+    arrays["touching.grids"] = np.array([(1, 4, 4), (1, 2, 6)])
+    arrays["touching.positions"] = torch.cat([ends[0], first, second, ends[1]], dim=1).numpy()
+    save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / "qwen3_5-positions.safetensors")
+
+
+if __name__ == "__main__":
+    GOLDENS.mkdir(exist_ok=True)
+    qwen3_5()

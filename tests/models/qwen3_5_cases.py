@@ -1,0 +1,80 @@
+"""What the tests of Qwen3.5 share: the golden files as rows, the loss, and its gradients on a mesh."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+
+from cpjax.models import from_pretrained
+from cpjax.models.qwen3_5 import Media, Row
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+FOLDER = GOLDENS / "qwen3_5"
+
+
+@functools.cache
+def golden_model():
+    return from_pretrained(FOLDER)
+
+
+@functools.cache
+def golden(name):
+    return load_file(GOLDENS / f"qwen3_5-{name}.safetensors")
+
+
+def golden_rows(case, config):
+    """The rows of a golden batch; its images and videos are dealt out in the order of their placeholders."""
+    queues = {
+        config.image_token_id: media_of(case, "pixel_values", "image_grid_thw", "image"),
+        config.video_token_id: media_of(case, "pixel_values_videos", "video_grid_thw", "video"),
+    }
+    rows = []
+    for ids, labels, mask in zip(case["input_ids"], case["labels"], case["attention_mask"], strict=True):
+        ids, labels, media, token = ids[mask == 1], labels[mask == 1], [], 0
+        while token < len(ids):
+            if ids[token] in queues:
+                item = queues[ids[token]].pop(0)
+                media.append(item)
+                frame = item.grid[1] * item.grid[2] // 4
+                seen = np.flatnonzero(ids[token:] == ids[token])[: item.grid[0] * frame]
+                token += seen[-1]
+            token += 1
+        rows.append(Row(ids, labels, media=media))
+    return rows
+
+
+def media_of(case, pixels, grid, modality):
+    if grid not in case:
+        return []
+    ends = np.cumsum(case[grid].prod(1))
+    parts = np.split(case[pixels], ends[:-1])
+    return [Media(p, tuple(g.tolist()), modality) for p, g in zip(parts, case[grid], strict=True)]
+
+
+def loss_of(logits, labels):
+    """Sum of the cross-entropies of the local tokens."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    picked = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(labels >= 0, jax.nn.logsumexp(logits, axis=-1) - picked, 0).sum()
+
+
+def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
+    """Loss over valid tokens and its gradient, by way of `shard_map` when there is a mesh."""
+    graph, params = nnx.split(model)
+    valid = max(int((np.asarray(batch["labels"]) >= 0).sum()), 1)
+
+    def local(params, batch):
+        model = nnx.merge(graph, params)
+        logits = model.logits(model(batch, sharder, transport=transport))
+        total = loss_of(logits, sharder.take_local(batch["labels"])) / valid
+        return total if mesh is None else jax.lax.psum(total, "cp")
+
+    if mesh is None:
+        return jax.jit(jax.value_and_grad(local))(params, batch)
+    p = jax.sharding.PartitionSpec()
+    over_cp = jax.shard_map(local, mesh=mesh, in_specs=p, out_specs=p, axis_names={"cp"})
+    return jax.jit(jax.value_and_grad(over_cp))(params, batch)

@@ -1,0 +1,60 @@
+"""Qwen3.5 against transformers, by way of golden files: positions, logits, loss and every gradient."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from cpjax.models import to_hf_names
+from cpjax.models.qwen3_5 import STREAMS, Media, prepare
+from cpjax.models.qwen3_5.prepare import mrope_positions
+from cpjax.shard import Identity, make_batch
+
+from .qwen3_5_cases import golden, golden_model, golden_rows, value_and_grads
+
+
+@pytest.mark.parametrize("name", ["text", "images", "video"])
+def test_logits_loss_and_every_gradient(name):
+    case, model = golden(name), golden_model()
+    batch = prepare(model.config, golden_rows(case, model.config))
+    real = case["attention_mask"] == 1
+    np.testing.assert_array_equal(batch["position_ids"][:, real], case["position_ids"][:, real])
+    batch, sharder = make_batch(batch, Identity(), streams=STREAMS)
+
+    graph, params = nnx.split(model)
+
+    def logits_of(params, batch):
+        model = nnx.merge(graph, params)
+        return model.logits(model(batch, sharder))
+
+    logits = np.asarray(jax.jit(logits_of)(params, batch))
+    np.testing.assert_allclose(logits[real], case["logits"][real], rtol=0, atol=1e-4)
+    assert case["logits"][real].std() > 0.3
+
+    loss, grads = value_and_grads(model, batch, sharder)
+    np.testing.assert_allclose(loss, case["loss"], rtol=1e-6)
+    grads = to_hf_names(model, grads)
+    expected = {key.removeprefix("grad."): value for key, value in case.items() if key.startswith("grad.")}
+    unused = grads.keys() - expected.keys()
+    assert all(key.startswith("model.visual.") for key in unused) and (not unused or name == "text")
+    assert not expected.keys() - grads.keys()
+    for key, value in expected.items():
+        found = np.array(grads[key])
+        if key.endswith("embed_tokens.weight"):
+            found[model.config.text.pad_token_id] = 0  # torch skips this row
+        norm = np.linalg.norm(value)
+        assert norm > 0, key
+        error = np.linalg.norm(found - value) / norm
+        assert error < 1e-4, (key, error)
+    for key in unused:
+        assert not np.asarray(grads[key]).any(), key
+
+
+@pytest.mark.parametrize("name", ["first", "last", "marks_between", "image_touches_video", "touching"])
+def test_positions_where_images_touch_each_other_or_the_ends(name):
+    case, config = golden("positions"), golden_model().config
+    ids = case[f"{name}.ids"].astype(np.int32)
+    grids = [tuple(grid) for grid in case[f"{name}.grids"].tolist()]
+    kinds = ["image", "video" if name == "image_touches_video" else "image"]
+    media = [Media(np.zeros(0), grid, kind) for grid, kind in zip(grids, kinds, strict=False)]
+    np.testing.assert_array_equal(mrope_positions(config, ids, media), case[f"{name}.positions"])
