@@ -1,0 +1,85 @@
+"""Facts about the compiled programs: what travels between ranks and how much memory a rank needs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cpjax.recurrence import causal_conv, gated_delta_rule
+from cpjax.shard import layout_from_name, make_sharder
+from tests.recurrence.common import delta_inputs, mesh_of
+
+KEYS, VALUES = 6, 10
+
+
+def compiled(name, cp, length, dp=1):
+    """Forward and backward of convolution and delta rule on local tokens, sharded over cp (and the batch over dp)."""
+    sharder = make_sharder(length, layout_from_name(name, cp))
+
+    def body(tokens, weight, ids):
+        q, k, v, log_decay, beta = tokens
+        v = causal_conv(v[:, :, 0], weight, sharder=sharder, document_ids=ids)[:, :, None]
+        return gated_delta_rule(q, k, v, log_decay, beta, sharder=sharder, document_ids=ids)
+
+    def loss(tokens, weight, ids):
+        if cp == 1:
+            return body(tokens, weight, ids).sum()
+        spec = P(None, "cp")
+        run = jax.shard_map(
+            body, mesh=mesh_of(cp, dp), in_specs=(spec, P(), spec), out_specs=spec, axis_names={"cp"}
+        )
+        return run(tokens, weight, ids).sum()
+
+    tokens = delta_inputs(0, 2, length, heads=1, keys=KEYS, values=VALUES, dtype=jnp.float32)
+    ids = jnp.ones((2, length), jnp.int32)
+    if cp > 1:
+        where = NamedSharding(mesh_of(cp, dp), P("dp", "cp"))
+        tokens, ids = jax.device_put((tokens, ids), where)
+    return jax.jit(jax.grad(loss, (0, 1))).lower(tokens, jnp.ones((VALUES, 4)), ids).compile()
+
+
+def collectives(program):
+    """Sorted `kind shape` of every collective in the program."""
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    return sorted(
+        f"{kind} {re.sub('{[^}]*}', '', shape)}"
+        for shape, kind in re.findall(rf"= (\(?[a-z].*?) ({kinds})(?:-start)?\(", program.as_text())
+    )
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_what_travels_does_not_depend_on_the_length(name):
+    """One length per program: 64 and 128 tokens a run, the same messages to the byte, also with the batch over dp."""
+    runs = layout_from_name(name, 4).runs
+    short, long = (compiled(name, 4, length * 4 * runs) for length in (64, 128))
+    assert any(message.startswith("all-gather") for message in collectives(short))
+    assert collectives(short) == collectives(long)
+    assert not any(str(n) in message for message in collectives(long) for n in (128, 256, 512, 1024))
+
+
+def test_batch_rows_stay_where_they_are():
+    """With the rows over dp, no message holds more than one of the two rows."""
+    whole, split = compiled("zigzag", 2, 256), compiled("zigzag", 2, 256, dp=2)
+    gathers = [sum("all-gather" in message for message in collectives(program)) for program in (whole, split)]
+    assert gathers[0] == gathers[1]
+    sizes = [re.findall(rf"all-gather f32\[(\d+),4,1,{KEYS},{KEYS + VALUES}\]", "\n".join(collectives(p))) for p in (whole, split)]
+    assert sizes == [["2"], ["1"]]
+
+
+def test_one_rank_carries_no_transition_matrix():
+    """The [Dk, Dv + Dk] state (offset beside transition) exists only where there is another run to hand it to."""
+    wide = f",{KEYS},{KEYS + VALUES}]"
+    assert wide not in compiled("identity", 1, 128).as_text()
+    assert wide in compiled("zigzag", 2, 128).as_text()
+
+
+def test_memory_falls_with_the_ranks_and_is_flat_at_fixed_local_length():
+    temp = {
+        (cp, length): compiled("zigzag", cp, length).memory_analysis().temp_size_in_bytes
+        for cp, length in ((2, 4096), (8, 4096), (8, 16384))
+    }
+    assert temp[8, 4096] < 0.35 * temp[2, 4096]
+    assert temp[8, 16384] < 1.1 * temp[2, 4096]
