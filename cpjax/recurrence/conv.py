@@ -41,7 +41,7 @@ def causal_conv(
         same = None
         if document_ids is not None:
             ids = split_runs(document_ids, sharder)
-            same = continues(ids, before_runs(ids, halo, sharder, fill=-1))
+            same = continues(ids, before_runs(ids, halo, sharder))
     return _taps(runs, weight, same).reshape(x.shape).astype(x.dtype)
 
 

@@ -8,8 +8,8 @@ after j up to i and e_i that of all decays up to i, all u follow from one unit l
     u = U - W S,   S' = e_last S + (D_last k)^T u,   o = (e q) S + (D q k^T) u
 
 so a chunk, and a run of chunks, is an affine map of the state. Every rank scans its runs once from a zero state and,
-side by side, from the identity; the maps of all runs are gathered (their size does not depend on the sequence) and
-composed in global order; the state each run really starts from then corrects its outputs in parallel.
+side by side, from the identity; the maps of the runs, whose size does not depend on the sequence, are composed in
+global order by a parallel prefix; the state each run really starts from then corrects its outputs in parallel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from cpjax.attention.varying import vary_over, varying_axes
-from cpjax.recurrence.runs import before_runs, check_tokens, continues, gather_runs, run_numbers, split_runs
+from cpjax.recurrence.runs import before_runs, check_tokens, continues, shift_runs, split_runs
 from cpjax.shard import Sharder
 
 _INVERSE = "delta_rule_inverse"
@@ -57,9 +57,7 @@ def gated_delta_rule(
     Raises:
         ValueError: a layout without runs (striped), or a shape that does not fit.
     """
-    check_tokens(
-        "gated_delta_rule", sharder, q=q, k=k, v=v, log_decay=log_decay, beta=beta, document_ids=document_ids
-    )
+    check_tokens("gated_delta_rule", sharder, q=q, k=k, v=v, log_decay=log_decay, beta=beta, document_ids=document_ids)
     heads = v.shape[:3]
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or not q.shape[:3] == log_decay.shape == beta.shape == heads:
         raise ValueError(
@@ -76,7 +74,7 @@ def gated_delta_rule(
     resets = None
     if document_ids is not None:
         ids = split_runs(document_ids, sharder)
-        starts = ~continues(ids, before_runs(ids, 1, sharder, fill=-1))
+        starts = ~continues(ids, before_runs(ids, 1, sharder))
         resets = _split_chunks(starts.reshape(document_ids.shape)[..., None], size, sharder)
 
     maps = _chunk_maps(k, v, log_decay, beta, resets)
@@ -135,7 +133,8 @@ def _inverse(a: jax.Array) -> jax.Array:
         h = n // 2
         top, bottom = _inverse(jnp.stack([a[..., :h, :h], a[..., h:, h:]]))
         low = -_matmul(bottom, _matmul(a[..., h:, :h], top))
-        return jnp.concatenate([jnp.pad(top, [(0, 0)] * (a.ndim - 1) + [(0, h)]), jnp.concatenate([low, bottom], -1)], -2)
+        top = jnp.pad(top, [(0, 0)] * (a.ndim - 1) + [(0, h)])
+        return jnp.concatenate([top, jnp.concatenate([low, bottom], -1)], -2)
     row, column = jnp.arange(n, dtype=jnp.int32)[:, None], jnp.arange(n, dtype=jnp.int32)
     inverse = jnp.broadcast_to(jnp.eye(n, dtype=a.dtype), a.shape)
     block = 1
@@ -168,9 +167,7 @@ class _Maps(NamedTuple):
 
 # Of the C x C matrices only the inverse is worth keeping for the backward pass.
 @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_INVERSE))
-def _chunk_maps(
-    k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, resets: jax.Array | None
-) -> _Maps:
+def _chunk_maps(k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, resets: jax.Array | None) -> _Maps:
     dtype = jnp.promote_types(jnp.result_type(k, v, log_decay, beta), jnp.float32)
     k, v, beta = (x.astype(dtype) for x in (k, v, beta[..., None]))
     entry, decay = _decays(log_decay.astype(dtype), resets)
@@ -207,17 +204,20 @@ def _scan_states(maps: _Maps, with_identity: bool) -> tuple[jax.Array, jax.Array
     return states, final
 
 
-def _first_states(final: jax.Array, values: int, sharder: Sharder) -> jax.Array:
-    """The state each local run starts from, [B, runs, H, Dk, Dv], given every rank's `final` of `_scan_states`."""
-    # [cp runs, B, H, Dk, Dv + Dk], in global order
-    every = jnp.moveaxis(gather_runs(final, sharder, axis=1), 1, 0)
+def _first_states(maps: jax.Array, values: int, sharder: Sharder) -> jax.Array:
+    """The state each local run starts from, [B, runs, H, Dk, Dv]: its predecessors' maps in order, applied to zero.
 
-    def step(state: jax.Array, run: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.matmul(run[..., values:], state) + run[..., :values], state
-
-    zero = vary_over(jnp.zeros_like(every[0, ..., :values]), varying_axes(every))
-    _, firsts = jax.lax.scan(step, zero, every)
-    return jnp.moveaxis(jnp.take(firsts, run_numbers(sharder), axis=0, mode="clip"), 0, 1)
+    A parallel prefix in log2(cp runs) exchanges (Hillis and Steele, 1986). `maps` is the `final` of `_scan_states`.
+    """
+    total = sharder.cp * sharder.layout.runs
+    distance = 1  # how many runs, up to and including itself, each map stands for
+    while distance < total - 1:
+        # Before the sequence there are zeros: the map to the zero state.
+        earlier = shift_runs(maps, distance, sharder)
+        offset = jnp.pad(maps[..., :values], [(0, 0)] * (maps.ndim - 1) + [(0, maps.shape[-1] - values)])
+        maps = offset + jnp.matmul(maps[..., values:], earlier)
+        distance *= 2
+    return shift_runs(maps[..., :values], 1, sharder)
 
 
 @jax.checkpoint  # recomputes the C x C matrices and the corrected states

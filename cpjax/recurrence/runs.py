@@ -35,47 +35,47 @@ def split_runs(x: jax.Array, sharder: Sharder) -> jax.Array:
     return x.reshape(x.shape[0], runs, sharder.local_length // runs, *x.shape[2:])
 
 
-def run_numbers(sharder: Sharder) -> jax.Array:
-    """int32 [runs]: the place of each local run among all runs in global order."""
-    starts = sharder.layout.run_starts(sharder.padded_length, sharder.rank())
-    return jnp.asarray(starts) // (sharder.local_length // sharder.layout.runs)
+def shift_runs(x: jax.Array, distance: int, sharder: Sharder) -> jax.Array:
+    """Gives run n of the global order what run n - distance holds; zeros where there is no such run; differentiable.
 
-
-def gather_runs(x: jax.Array, sharder: Sharder, axis: int) -> jax.Array:
-    """Something about every local run -> the same about all runs in global order; differentiable.
+    A run's entry must not grow with the sequence length. Made of `ppermute`, not `all_gather`: the partitioner keeps
+    rows that are sharded over other, automatic, mesh axes where they are for the former only.
 
     Args:
-        x: [..., runs, ...] along `axis`, the same size for any sequence length.
+        x: [B, runs, ...].
 
     Returns:
-        [..., cp runs, ...].
+        [B, runs, ...].
     """
-    if sharder.cp > 1:
-        x = jax.lax.all_gather(x, sharder.axis_name, axis=axis, tiled=True)
-    starts = sharder.layout.run_starts(sharder.padded_length, np.arange(sharder.cp)).reshape(-1)
-    order = np.argsort(starts).astype(np.int32)
-    if (order == np.arange(order.size)).all():
-        return x
-    return jnp.take(x, order, axis=axis, mode="clip", unique_indices=True)
+    cp, runs = sharder.cp, sharder.layout.runs
+    starts = sharder.layout.run_starts(sharder.padded_length, np.arange(cp))
+    numbers = starts // (sharder.local_length // runs)  # [cp, runs]
+    home = {int(number): place for place, number in np.ndenumerate(numbers)}
+    shifted = []
+    for slot in range(runs):
+        sources = [home.get(int(number) - distance) for number in numbers[:, slot]]
+        total = jnp.zeros_like(x[:, slot])
+        for source in range(runs):
+            pairs = [(place[0], rank) for rank, place in enumerate(sources) if place and place[1] == source]
+            if pairs:  # ranks that receive nothing get zeros
+                total += x[:, source] if cp == 1 else jax.lax.ppermute(x[:, source], sharder.axis_name, pairs)
+        shifted.append(total)
+    return jnp.stack(shifted, axis=1)
 
 
-def before_runs(x: jax.Array, count: int, sharder: Sharder, fill: float = 0) -> jax.Array:
-    """The `count` tokens before each local run in global order; only run tails travel.
+def before_runs(x: jax.Array, count: int, sharder: Sharder) -> jax.Array:
+    """The `count` tokens before each local run in global order, zeros before the sequence; only run tails travel.
 
     Args:
         x: [B, runs, L / runs, ...], from `split_runs`.
-        fill: what precedes the sequence.
 
     Returns:
         [B, runs, count, ...].
     """
-    # Runs shorter than `count` are their own tails: the tails of all runs are then the whole, short, sequence.
-    tail = min(count, x.shape[2])
-    tails = gather_runs(x[:, :, x.shape[2] - tail :], sharder, axis=1)
-    tails = tails.reshape(x.shape[0], -1, *x.shape[3:])
-    tails = jnp.pad(tails, [(0, 0), (count, 0)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
-    slots = run_numbers(sharder)[:, None] * tail + jnp.arange(count, dtype=jnp.int32)
-    return jnp.take(tails, slots, axis=1, mode="clip")
+    tail = min(count, x.shape[2])  # a run shorter than `count` is its own tail, and several are needed
+    tails = x[:, :, x.shape[2] - tail :]
+    hops = range(-(-count // tail), 0, -1)
+    return jnp.concatenate([shift_runs(tails, hop, sharder) for hop in hops], axis=2)[:, :, -count:]
 
 
 def continues(document_ids: jax.Array, before: jax.Array) -> jax.Array:
