@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -180,12 +181,13 @@ def load(
         values = {}
         for weight in weights:
             shape = shapes[weight.path]
-            sharding = SingleDeviceSharding(jax.devices()[0]) if mesh is None else parameter_sharding(mesh, shape)
             found = [_DTYPES[folder.tensor(name).get_dtype()] for name in weight.names]
             target = dtype or jnp.result_type(*found)
-            values[weight.path] = jax.make_array_from_callback(
-                shape, sharding, lambda index, w=weight, s=shape, t=target: _read(folder, w, s, index).astype(t)
-            )
+            read = functools.partial(_read, folder, weight, shape, target)
+            if mesh is None:
+                values[weight.path] = jnp.asarray(read((slice(None),) * len(shape)))
+            else:
+                values[weight.path] = jax.make_array_from_callback(shape, parameter_sharding(mesh, shape), read)
     extra = sorted(n for n in folder.names.difference(*(w.names for w in weights)) if not re.match(dropped, n))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -208,7 +210,7 @@ def _check(folder: Folder, weights: Sequence[Weight], shapes: Mapping[str, tuple
             raise ValueError(f"{name} in {folder.path} is of type {kind}: only {', '.join(_DTYPES)} can be read")
 
 
-def _read(folder: Folder, weight: Weight, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
+def _read(folder: Folder, weight: Weight, shape: Sequence[int], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
     """The part of a parameter that `index` selects."""
     own_shape = shape[1:] if weight.stacked else shape
     own_index = index[1:] if weight.stacked else index
@@ -221,8 +223,8 @@ def _read(folder: Folder, weight: Weight, shape: Sequence[int], index: tuple[sli
         return tensor[own_index[::-1]].T if weight.transpose else tensor[own_index]
 
     if not weight.stacked:
-        return part(weight.names[0])
-    return np.stack([part(name) for name in weight.names[index[0]]])
+        return part(weight.names[0]).astype(dtype)
+    return np.stack([part(name) for name in weight.names[index[0]]]).astype(dtype)
 
 
 def save(

@@ -86,8 +86,8 @@ class GatedDeltaNet(nnx.Module):
         conv = jax.random.normal(rngs.params(), (2 * keys + values, width), dtype) * width**-0.5
         self.conv1d = nnx.Param(conv.astype(dtype))
         # As in Mamba2 (arXiv 2405.21060): decay rates in (0, 16), time steps log-uniform in (0.001, 0.1).
-        rate = jax.random.uniform(rngs.params(), self.value_heads, minval=0.01, maxval=16.0)
-        step = jnp.exp(jax.random.uniform(rngs.params(), self.value_heads, minval=np.log(1e-3), maxval=np.log(0.1)))
+        rate = jax.random.uniform(rngs.params(), (self.value_heads,), minval=0.01, maxval=16.0)
+        step = jnp.exp(jax.random.uniform(rngs.params(), (self.value_heads,), minval=np.log(1e-3), maxval=np.log(0.1)))
         self.A_log = nnx.Param(jnp.log(rate).astype(dtype))
         self.dt_bias = nnx.Param(jnp.log(jnp.expm1(step)).astype(dtype))
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps, dtype=dtype)
@@ -97,8 +97,9 @@ class GatedDeltaNet(nnx.Module):
         """x [B, L, E] -> [B, L, E]."""
         rows, length, _ = x.shape
         x = jnp.where(local.padding_mask[..., None], 0, x)
-        streams = {"sharder": local.sharder, "document_ids": local.document_ids}
-        qkv = jax.nn.silu(causal_conv(self.in_proj_qkv(x), self.conv1d[...].astype(x.dtype), **streams))
+        sharder, documents = local.sharder, local.document_ids
+        weight = self.conv1d[...].astype(x.dtype)
+        qkv = jax.nn.silu(causal_conv(self.in_proj_qkv(x), weight, sharder=sharder, document_ids=documents))
         keys = self.key_dim * self.key_heads
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
         q = _unit(q.reshape(rows, length, self.key_heads, self.key_dim)) * self.key_dim**-0.5
@@ -110,7 +111,7 @@ class GatedDeltaNet(nnx.Module):
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(wide))
         step = jax.nn.softplus(self.in_proj_a(x).astype(wide) + self.dt_bias[...].astype(wide))
         log_decay = -jnp.exp(self.A_log[...].astype(wide)) * step
-        out = gated_delta_rule(q, k, v, log_decay, beta, **streams)
+        out = gated_delta_rule(q, k, v, log_decay, beta, sharder=sharder, document_ids=documents)
         out = self.norm(out, gate=self.in_proj_z(x).reshape(out.shape))
         return self.out_proj(out.reshape(rows, length, -1))
 

@@ -154,7 +154,7 @@ def _row(config: Config, row: Row, number: int) -> dict[str, np.ndarray]:
         "labels": targets.astype(np.int32),
         "padding_mask": np.zeros(ids.shape, bool),
         "document_ids": documents,
-        "position_ids": mrope_positions(config, ids, row.media, starts, where=f"row {number}"),
+        "position_ids": mrope_positions(config, ids, row.media, starts.tolist(), where=f"row {number}"),
         "vision_index": np.where(placeholder, np.cumsum(placeholder) - 1, -1).astype(np.int32),
         **_vision(config.vision, row.media, number),
     }

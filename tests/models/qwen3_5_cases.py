@@ -63,7 +63,7 @@ def loss_of(logits, labels):
 
 
 def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
-    """Loss over valid tokens and its gradient, by way of `shard_map` when there is a mesh."""
+    """Loss over valid tokens, its gradient, and the local logits; by way of `shard_map` when there is a mesh."""
     graph, params = nnx.split(model)
     valid = max(int((np.asarray(batch["labels"]) >= 0).sum()), 1)
 
@@ -71,10 +71,12 @@ def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
         model = nnx.merge(graph, params)
         logits = model.logits(model(batch, sharder, transport=transport))
         total = loss_of(logits, sharder.take_local(batch["labels"])) / valid
-        return total if mesh is None else jax.lax.psum(total, "cp")
+        return total if mesh is None else jax.lax.psum(total, "cp"), logits
 
     if mesh is None:
-        return jax.jit(jax.value_and_grad(local))(params, batch)
-    p = jax.sharding.PartitionSpec()
-    over_cp = jax.shard_map(local, mesh=mesh, in_specs=p, out_specs=p, axis_names={"cp"})
-    return jax.jit(jax.value_and_grad(over_cp))(params, batch)
+        fn = local
+    else:
+        spec = jax.sharding.PartitionSpec
+        fn = jax.shard_map(local, mesh=mesh, in_specs=spec(), out_specs=(spec(), spec(None, "cp")), axis_names={"cp"})
+    (loss, logits), grads = jax.jit(jax.value_and_grad(fn, has_aux=True))(params, batch)
+    return loss, grads, logits

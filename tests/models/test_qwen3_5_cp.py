@@ -1,0 +1,102 @@
+"""Qwen3.5 under context parallelism: loss and every gradient equal the unsharded ones (I1, I2)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cpjax.mesh import make_mesh
+from cpjax.models import from_pretrained, to_hf_names
+from cpjax.models.qwen3_5 import STREAMS, Media, Row, prepare
+from cpjax.shard import IGNORE, Identity, layout_from_name, make_batch
+
+from .qwen3_5_cases import FOLDER, golden_model, value_and_grads
+
+UNLABELLED = range(11, 30)
+
+
+@functools.cache
+def host_batch():
+    """41 tokens, which no layout divides: two documents, images across boundaries, a short row, and no label midway."""
+    config, rng = golden_model().config, np.random.default_rng(0)
+
+    def image(grid):
+        return Media(rng.normal(size=(np.prod(grid), config.vision.patch_dim)).astype(np.float32), grid)
+
+    def ids(length, images):
+        out = rng.integers(1, 90, length)
+        for start, count in images:
+            out[start : start + count] = config.image_token_id
+        return out
+
+    rows = []
+    for length, images, grids, documents in (
+        (41, [(4, 4), (20, 9)], [(1, 4, 4), (1, 6, 6)], [1] * 16 + [2] * 25),
+        (17, [(0, 3), (3, 2)], [(1, 2, 6), (1, 4, 2)], None),
+    ):
+        tokens = ids(length, images)
+        labels = np.where(tokens < 90, tokens, IGNORE)
+        labels[UNLABELLED.start + 1 : UNLABELLED.stop + 1] = IGNORE  # a label is the target of the position before it
+        rows.append(Row(tokens, labels, documents, [image(grid) for grid in grids]))
+    return prepare(config, rows)
+
+
+def run(model, layout, transport="ring", mesh=None):
+    batch, sharder = make_batch(host_batch(), layout, streams=STREAMS)
+    loss, grads, _ = value_and_grads(model, batch, sharder, mesh, transport)
+    return float(loss), {name: np.asarray(grad) for name, grad in to_hf_names(model, grads).items()}
+
+
+@functools.cache
+def dense():
+    return run(golden_model(), Identity())
+
+
+def assert_equal(found, expected, loss_tolerance, tolerance):
+    np.testing.assert_allclose(found[0], expected[0], rtol=loss_tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        largest = np.abs(grad).max()
+        assert largest > 0, name
+        error = np.abs(found[1][name] - grad).max() / largest
+        assert error < tolerance, (name, error)
+
+
+def test_the_batch_holds_the_hard_cases():
+    batch = host_batch()
+    assert batch["input_ids"].shape[1] == 41
+    for name, cp in (("contiguous", 4), ("contiguous", 8), ("zigzag", 4)):
+        padded, sharder = make_batch(batch, layout_from_name(name, cp), streams=STREAMS)
+        where = sharder.layout.indices(sharder.padded_length, np.arange(cp))
+        assert (padded["labels"][:, where] == IGNORE).all((0, 2)).any(), "a rank without a label"
+        if cp == 8:
+            assert padded["padding_mask"][:, where].all((0, 2)).any(), "a rank of pads alone"
+        owner = sharder.layout.inverse(sharder.padded_length) // sharder.local_length
+        for start, count in ((4, 4), (20, 9)):
+            assert len(set(owner[start : start + count].tolist())) > 1 or cp < 8, "an image over a boundary"
+
+
+@pytest.mark.parametrize(
+    ("name", "cp", "transport"),
+    [
+        ("contiguous", 2, "ring"),
+        ("zigzag", 4, "ring"),
+        ("contiguous", 4, "allgather"),
+        ("contiguous", 8, "ring"),
+        ("zigzag", 8, "allgather"),
+    ],
+)
+def test_loss_and_every_gradient_equal_the_dense_ones(name, cp, transport):
+    found = run(golden_model(), layout_from_name(name, cp), transport, make_mesh(cp=cp))
+    assert_equal(found, dense(), 1e-6, 1e-5)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        model = from_pretrained(FOLDER, dtype=jnp.float64)
+        expected = run(model, Identity())
+        found = run(model, layout_from_name("zigzag", 4), "ring", make_mesh(cp=4))
+    assert expected[1]["lm_head.weight"].dtype == np.float64
+    assert_equal(found, expected, 1e-13, 1e-11)
