@@ -10,7 +10,9 @@ from jax.sharding import AxisType
 AXES = ("dp", "fsdp", "cp")
 
 
-def make_mesh(dp: int = 1, fsdp: int = 1, cp: int = 1, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+    dp: int = 1, fsdp: int = 1, cp: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
     """A mesh with axes ("dp", "fsdp", "cp"), all automatic; `jax.shard_map` makes cp manual where it is needed.
 
     Neighbouring devices form a cp ring. Where there are more devices than needed, the first ones are taken.

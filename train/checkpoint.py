@@ -13,8 +13,9 @@ import orbax.checkpoint as ocp
 import yaml
 from jax.sharding import Mesh
 
+from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.train.config import Config
-from cpjax.train.step import TrainState, state_sharding
+from cpjax.train.step import TrainState
 
 FREE = {"mesh", "run.out", "run.resume", "run.eval_every", "run.eval_batches", "run.save_every", "run.keep"}
 """Sections and options that may change on resume: they do not decide the numbers."""
@@ -123,7 +124,7 @@ class Checkpoints:
         for unfinished in self._unfinished:
             say(f"a save of step {unfinished} was cut short; it is not used")
         target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding(mesh, x.shape)), like
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parameter_sharding(mesh, x.shape)), like
         )
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:

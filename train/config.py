@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import yaml
+from cpjax.train.digits import DigitsConfig as DataConfig
 from jsonargparse import SUPPRESS, ArgumentParser, set_parsing_settings
 
 
@@ -36,14 +37,6 @@ class ModelConfig:
     """Layers of the vision tower."""
     vision_heads: int = 4
     """Attention heads of the vision tower."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Data"""
-
-    images: int = 48
-    """Digit images per document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +222,13 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
 
 
 def _expected(match: re.Match[str]) -> str:
-    names = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "list": "a list, such as [a, b]",
-             "tuple": "a list, such as [0.9, 0.95]"}  # fmt: skip
+    names = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "str": "a text",
+        "list": "a list, such as [a, b]",
+        "tuple": "a list, such as [0.9, 0.95]",
+    }
     wanted = names.get(match[1], match[1]) or re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", match[2] or "")
     return f"it must be {wanted}, not "

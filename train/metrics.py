@@ -50,7 +50,9 @@ def draw_metrics(records: list[dict[str, Any]], path: pathlib.Path, title: str) 
     held_out = [record for record in records if "held_out_accuracy" in record]
     loss_axes.plot(steps, [record["loss"] for record in records], color="tab:blue", lw=1)
     loss_axes.set(xlabel="step", ylabel="training loss (nats per answer token)", ylim=(0, None))
-    accuracy_axes.plot(steps, [record["accuracy"] for record in records], color="tab:blue", lw=1, label="training tokens")
+    accuracy_axes.plot(
+        steps, [record["accuracy"] for record in records], color="tab:blue", lw=1, label="training tokens"
+    )
     accuracy_axes.plot(
         [record["step"] for record in held_out],
         [record["held_out_accuracy"] for record in held_out],

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy
+from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.shard import IGNORE, Sharder
 
 Arrays = dict[str, jax.Array]
@@ -106,8 +107,9 @@ def _path(name: str) -> tuple[str | int, ...]:
 
 
 def make_schedule(lr: float, steps: int, warmup: int) -> optax.Schedule:
-    """Linear warmup from 0 to `lr`, then a cosine to 0 at `steps`."""
-    return optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1))
+    """Linear warmup that reaches `lr` at step `warmup`, then a cosine that would reach 0 one step after the last."""
+    curve = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup) + 1)
+    return lambda count: curve(count + 1)  # the first step, count 0, is not wasted at a rate of 0
 
 
 def make_optimizer(
@@ -131,25 +133,15 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
 
 
-def state_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
-    """Where an array of the state lives: its largest axis that fsdp divides is split, otherwise it is replicated."""
-    size = mesh.shape["fsdp"]
-    axes = [axis for axis in range(len(shape)) if shape[axis] % size == 0 and shape[axis] >= size]
-    spec: list[str | None] = [None] * len(shape)
-    if size > 1 and axes:
-        spec[max(axes, key=lambda axis: shape[axis])] = "fsdp"
-    return NamedSharding(mesh, P(*spec))
-
-
 def init_state(params: Arrays, frozen: Arrays, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """The state before the first step, placed on the mesh."""
 
     def place(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.device_put(x, state_sharding(mesh, np.shape(x))), tree)
+        return jax.tree.map(lambda x: jax.device_put(x, parameter_sharding(mesh, np.shape(x))), tree)
 
     params = place(params)
     opt_shapes = jax.eval_shape(optimizer.init, params)
-    shardings = jax.tree.map(lambda x: state_sharding(mesh, x.shape), opt_shapes)
+    shardings = jax.tree.map(lambda x: parameter_sharding(mesh, x.shape), opt_shapes)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
     return TrainState(params, place(frozen), opt_state, place(jnp.zeros((), jnp.int32)))
 
@@ -205,11 +197,11 @@ def make_train_step(
         (loss, correct), grads = grad_fn(state.params, state.frozen, batch, sharder, valid)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         new = TrainState(optax.apply_updates(state.params, updates), state.frozen, opt_state, state.step + 1)
-        new = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, state_sharding(mesh, x.shape)), new)
+        new = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, parameter_sharding(mesh, x.shape)), new)
         metrics = {
             "loss": loss,
             "accuracy": correct / jnp.maximum(valid, 1),
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": schedule(state.step),
             "valid_tokens": valid,
             "tokens": jnp.sum(~batch["padding_mask"]),

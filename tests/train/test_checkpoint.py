@@ -114,7 +114,7 @@ def test_other_arrays_are_refused(tmp_path):
         checkpoints.restore(make_state(mesh, width=9), mesh, print)
     renamed = make_state(mesh)
     renamed = dataclasses.replace(renamed, frozen={"c": renamed.frozen["b"]})
-    with pytest.raises(ValueError, match="holds float32 of shape .* at frozen/b, but the model .* nothing"):
+    with pytest.raises(ValueError, match=r"holds float32 of shape .* at frozen/b, but the model .* nothing"):
         checkpoints.restore(renamed, mesh, print)
     checkpoints.close()
 

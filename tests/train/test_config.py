@@ -1,7 +1,7 @@
 """Options: precedence, and every bad input is one sentence."""
 
-import yaml
 import pytest
+import yaml
 
 from cpjax.train.config import Config, OptimizerConfig, RunConfig, make_parser, parse_config
 
@@ -41,15 +41,15 @@ def test_yaml_round_trip(tmp_path):
         (["--run.steps"], "--run.steps"),
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--config", "{folder}"], "not a file"),
-        (["--config", "{file}"], "--config"),
+        (["--config", "{file}"], "nexpected config"),
     ],
 )
 def test_bad_options(arguments, words, tmp_path):
     places = {"{folder}": str(tmp_path), "{file}": str(tmp_path / "recipe.yaml")}
     (tmp_path / "recipe.yaml").write_text("")
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=r".") as error:
         parse_config([places.get(argument, argument) for argument in arguments])
-    assert words in str(error.value) or words == "--config"
+    assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 

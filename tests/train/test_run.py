@@ -1,0 +1,200 @@
+"""Whole runs of a tiny model: artefacts, interruptions, resuming, and bad input."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from cpjax.models import from_pretrained, to_hf_names
+from cpjax.train.__main__ import main
+from cpjax.train.config import Config
+from cpjax.train.errors import run_command
+from cpjax.train.evaluate import main as evaluate
+from cpjax.train.metrics import read_metrics
+
+TINY = {
+    "model": {
+        "hidden_size": 16,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "vision_hidden_size": 8,
+        "vision_layers": 1,
+        "vision_heads": 1,
+    },
+    "data": {"images": 4},
+    "mesh": {"cp": 2},
+    "optimizer": {"warmup": 2},
+    "run": {"steps": 40, "batch_size": 2, "eval_every": 20, "eval_batches": 1, "save_every": 5},
+}
+
+CACHE = pathlib.Path(__file__).parent.parent.parent / ".cache" / "train-tests"
+TIMES = {"tokens_per_second"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A scratch folder, with the tiny recipe in it."""
+    path = tmp_path_factory.mktemp("runs")
+    (path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    return path
+
+
+def start(folder, out, *options, module="cpjax.train"):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+    command = [sys.executable, "-m", module, "--config", str(folder / "tiny.yaml"), "--run.out", str(out), *options]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process, code=0):
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == code, said + errors
+    return said
+
+
+def wait_for_step(process, out, step):
+    """Returns as soon as that step is recorded."""
+    while process.poll() is None and not any(r["step"] >= step for r in read_metrics(out / "metrics.jsonl")):
+        time.sleep(0.005)
+    assert process.poll() is None, process.communicate()
+
+
+def curve(out):
+    records = [{k: v for k, v in record.items() if k not in TIMES} for record in read_metrics(out / "metrics.jsonl")]
+    assert [record["step"] for record in records] == list(range(1, TINY["run"]["steps"] + 1))
+    return records
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """An uninterrupted run: its folder and what it printed."""
+    return folder / "whole", finish(start(folder, folder / "whole"))
+
+
+def test_a_run_writes_every_artefact(whole):
+    out, said = whole
+    records = curve(out)
+    assert {"loss", "accuracy", "grad_norm", "lr", "valid_tokens", "tokens"} <= records[0].keys()
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert "held_out_accuracy" in records[19] and "held_out_accuracy" in records[-1]
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["35", "40"]
+    assert yaml.safe_load((out / "config.yaml").read_text())["model"]["hidden_size"] == 16
+    for word in ("virtual CPU devices", "cp 2", "zigzag", "tokens", "vision tower", "step 40/40"):
+        assert word in said
+    assert re.search(rf"^held-out accuracy {records[-1]['held_out_accuracy']:.2f}$", said, re.MULTILINE)
+    moved = dict(re.findall(r"(vision tower|merger|embeddings|layers) ([\d.e-]+)", said.split("moved")[1]))
+    assert len(moved) == 4 and all(float(change) > 1e-3 for change in moved.values())
+    assert f"--config {out / 'config.yaml'} --run.resume true" in said
+    assert f"python -m cpjax.train.evaluate {out / 'export'}" in said
+
+
+def test_the_export_opens_and_answers(whole, monkeypatch, capsys):
+    out, _ = whole
+    tensors = to_hf_names(*2 * [from_pretrained(out / "export")])
+    assert all(np.isfinite(tensor).all() for tensor in tensors.values())
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(out / "export"), "--documents", "1", "--show", "2"])
+    assert evaluate() == 0
+    assert "held out accuracy" in capsys.readouterr().out
+    card = (out / "export" / "README.md").read_text()
+    assert card.startswith("---\n") and "license" in card and "transformers" in card
+
+
+def test_killed_and_resumed_is_the_same_curve(folder, whole):
+    out = folder / "killed"
+    process = start(folder, out)
+    for step in (7, 19):
+        wait_for_step(process, out, step)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        process = start(folder, out, "--run.resume", "true")
+    assert "resuming after step" in finish(process)
+    assert curve(out) == curve(whole[0])  # bit for bit
+    exports = [folder_ / "export" / "model.safetensors" for folder_ in (out, whole[0])]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+
+
+def test_sigterm_saves_and_another_cp_continues(folder, whole):
+    out = folder / "terminated"
+    process = start(folder, out)
+    wait_for_step(process, out, 3)
+    process.send_signal(signal.SIGTERM)
+    said = finish(process, code=128 + signal.SIGTERM)
+    step = int(re.search(r"stopped by SIGTERM after step (\d+), which is saved", said)[1])
+    assert (out / "checkpoints" / str(step)).is_dir()
+    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 1))
+
+    finish(start(folder, out, "--run.resume", "true", "--mesh.cp", "1"))
+    for record, wanted in zip(curve(out), curve(whole[0]), strict=True):
+        assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4), record["step"]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, folder):
+    """Runs the command line in this process, expects exit code 2, and returns the one sentence."""
+
+    def run(*options):
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+        monkeypatch.setattr(sys, "argv", ["train", "--config", str(folder / "tiny.yaml"), *map(str, options)])
+        assert run_command(main) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1, printed
+        return printed.err
+
+    return run
+
+
+def test_bad_options_write_nothing(command, tmp_path):
+    out = tmp_path / "out"
+    assert "unknown option --mesh.cq" in command("--run.out", out, "--mesh.cq", 2)
+    assert "needs 16 devices" in command("--run.out", out, "--mesh.cp", 16)
+    assert "must be a multiple of" in command("--run.out", out, "--model.heads", 3, "--model.kv_heads", 2)
+    assert "'towr' matches no parameter" in command("--run.out", out, "--optimizer.freeze", "[towr]")
+    assert "no run to resume" in command("--run.out", out, "--run.resume", "true")
+    assert not out.exists()
+
+
+def test_bad_checkpoints_write_nothing(command, whole, tmp_path):
+    out, model = tmp_path / "out", tmp_path / "model"
+    options = ("--run.out", out, "--model.path", model)
+    assert "config.json" in command(*options)
+    shutil.copytree(whole[0] / "export", model)
+    weights = (model / "model.safetensors").read_bytes()
+    for damaged in (b"", weights[:1000]):
+        (model / "model.safetensors").write_bytes(damaged)
+        assert "model.safetensors" in command(*options)
+    (model / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors" in command(*options)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    assert "llama" in command(*options)
+    assert not out.exists()
+
+
+def test_another_run_is_left_alone(command, whole, tmp_path):
+    out = whole[0]
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert "not empty" in command("--run.out", out)
+    said = command("--run.out", out, "--run.resume", "true", "--optimizer.lr", 0.5, "--run.seed", 4)
+    assert f"optimizer.lr was {Config().optimizer.lr} and is now 0.5; run.seed was 0 and is now 4" in said
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_a_real_error_keeps_its_traceback():
+    def broken():
+        return np.zeros(3).reshape(2)
+
+    with pytest.raises(ValueError, match="reshape"):
+        run_command(broken)

@@ -1,0 +1,167 @@
+"""Questions about held-out documents; `python -m cpjax.train.evaluate FOLDER` asks an export some of them."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from jax.sharding import Mesh
+
+from cpjax.mesh import make_mesh
+from cpjax.models import family, from_pretrained
+from cpjax.shard import Layout, Sharder, layout_from_name, make_batch
+from cpjax.train import digits
+from cpjax.train.config import Config, DataConfig
+from cpjax.train.devices import set_up_devices
+from cpjax.train.errors import run_command
+from cpjax.train.step import Arrays, make_eval_step, place_batch, split_model
+
+HELD_OUT_SEED = 0
+"""The held-out documents are the same in every run."""
+
+Predict = Callable[[Arrays, Sharder], jax.Array]
+"""(batch, sharder) -> the most likely next token at each position, int [B, T]."""
+
+Counts = dict[str, np.ndarray]
+"""[right, asked] by kind of question."""
+
+
+def host_batch(
+    model_config: Any, data: DataConfig, documents: Sequence[digits.Document], layout: Layout
+) -> tuple[dict[str, np.ndarray], Sharder]:
+    """Documents as a padded host batch; its shapes depend on the options alone, so that a step compiles once."""
+    module = family(model_config.model_type)
+    rows = [document.row for document in documents]
+    batch = module.prepare(model_config, rows, length=digits.length(data), num_patches=digits.num_patches(data))
+    return make_batch(batch, layout, streams=module.STREAMS)
+
+
+def ask(
+    predict: Predict,
+    model_config: Any,
+    data: DataConfig,
+    documents: Sequence[digits.Document],
+    layout: Layout,
+    mesh: Mesh,
+) -> list[list[np.ndarray]]:
+    """The model's answer, as token ids, to each question of each document.
+
+    All answers come from one forward pass, each token of an answer given the right ones before it: an answer is right
+    in every token exactly if the model would also have written it by itself.
+    """
+    batch, sharder = host_batch(model_config, data, documents, layout)
+    predicted = np.asarray(predict(place_batch(batch, mesh), sharder))
+    return [
+        [predicted[row, question.answer.start - 1 : question.answer.stop - 1] for question in document.questions]
+        for row, document in enumerate(documents)
+    ]
+
+
+def count_right(documents: Sequence[digits.Document], answers: Sequence[Sequence[np.ndarray]]) -> Counts:
+    """Right answers and questions, by kind; an answer is right if all of its tokens are."""
+    counts: Counts = collections.defaultdict(lambda: np.zeros(2, int))
+    for document, given in zip(documents, answers, strict=True):
+        for question, answer in zip(document.questions, given, strict=True):
+            counts[question.kind] += (is_right(document, question, answer), 1)
+    return counts
+
+
+def is_right(document: digits.Document, question: digits.Question, answer: np.ndarray) -> bool:
+    """Whether every token of an answer is the one in the document."""
+    return np.array_equal(answer, np.asarray(document.row.input_ids)[question.answer])
+
+
+def accuracies(counts: Counts) -> dict[str, float]:
+    """Share of right answers, in all and by kind, named as in the metrics."""
+    right, asked = sum(counts.values(), np.zeros(2, int))
+    kinds = {f"held_out_accuracy/{kind}": float(counts[kind][0] / counts[kind][1]) for kind in sorted(counts)}
+    return {"held_out_accuracy": float(right / asked), **kinds}
+
+
+def held_out_accuracies(
+    predict: Predict, config: Config, model_config: Any, layout: Layout, mesh: Mesh
+) -> dict[str, float]:
+    """Accuracies over the held-out documents of a run: the same documents in every run of that batch size."""
+    counts: Counts = collections.defaultdict(lambda: np.zeros(2, int))
+    for step in range(config.run.eval_batches):
+        documents = digits.documents(config.data, HELD_OUT_SEED, step, config.run.batch_size, "held_out")
+        answers = ask(predict, model_config, config.data, documents, layout, mesh)
+        for kind, count in count_right(documents, answers).items():
+            counts[kind] += count
+    return accuracies(counts)
+
+
+def main() -> int:
+    """The command line; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m cpjax.train.evaluate", description=__doc__)
+    parser.add_argument("folder", type=pathlib.Path, help="export of a run, for instance runs/digits/export")
+    parser.add_argument("--documents", type=int, default=4, help="held-out documents to ask about (default: 4)")
+    parser.add_argument("--show", type=int, default=6, help="questions to print, with their images (default: 6)")
+    parser.add_argument("--cp", type=int, default=1, help="devices to split each document over (default: 1)")
+    options = parser.parse_args()
+    return run_command(lambda: try_export(options.folder, options.documents, options.show, options.cp))
+
+
+def try_export(folder: pathlib.Path, count: int, show: int, cp: int) -> int:
+    """Asks an export about `count` held-out documents, and prints the first `show` questions and the accuracy."""
+    set_up_devices(cp)
+    mesh, layout = make_mesh(cp=cp), layout_from_name("zigzag", cp)
+    data = read_data_config(folder / "README.md")
+    model = from_pretrained(folder, mesh=mesh)
+    graphdef, params, frozen = split_model(model)
+    eval_step = make_eval_step(graphdef, mesh)
+    counts: Counts = collections.defaultdict(lambda: np.zeros(2, int))
+    for step in range(count):
+        documents = digits.documents(data, HELD_OUT_SEED, step, 1, "held_out")
+        answers = ask(functools.partial(eval_step, params, frozen), model.config, data, documents, layout, mesh)
+        for question, answer in zip(documents[0].questions, answers[0], strict=True):
+            if show > 0:
+                print(draw_question(documents[0], question, answer))
+                show -= 1
+        for kind, pair in count_right(documents, answers).items():
+            counts[kind] += pair
+    for name, value in accuracies(counts).items():
+        print(f"{name.replace('_', ' ').replace('/', ': ')} {value:.4f}")
+    return 0
+
+
+def read_data_config(card: pathlib.Path) -> DataConfig:
+    """The data options in the header of a model card.
+
+    Raises:
+        ValueError: no such file or header.
+    """
+    header = card.read_text().split("---\n")[1] if card.is_file() else ""
+    try:
+        return DataConfig(**yaml.safe_load(header)["cpjax"]["data"])
+    except (yaml.YAMLError, TypeError, KeyError):
+        raise ValueError(
+            f"{card} does not say which documents the model was trained on: give the export of a cpjax run"
+        ) from None
+
+
+_SHADES = " .:-=+*#%@"
+
+
+def draw_question(document: digits.Document, question: digits.Question, answer: np.ndarray) -> str:
+    """The images that a question asks about, side by side, and what was asked and answered."""
+    images = [document.images[index] for index in question.images]
+    levels = [np.clip(image * len(_SHADES), 0, len(_SHADES) - 1).astype(int) for image in images]
+    lines = [
+        "   ".join("".join(2 * _SHADES[level] for level in row[i]) for row in levels) for i in range(len(levels[0]))
+    ]
+    right = "right" if is_right(document, question, answer) else f"wrong, it is {question.answer_text}"
+    said = " ".join(digits.VOCABULARY[token] for token in answer)
+    return "\n".join([*lines, f"{question.text} {said} ({right})", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

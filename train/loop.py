@@ -1,0 +1,236 @@
+"""A training run, top to bottom: prepare, say what will be done, train, evaluate, export."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pathlib
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cpjax import __version__
+from cpjax.mesh import make_mesh
+from cpjax.models import family, from_pretrained, hf_names, save_pretrained
+from cpjax.shard import layout_from_name
+from cpjax.train import digits
+from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
+from cpjax.train.config import Config
+from cpjax.train.evaluate import held_out_accuracies, host_batch
+from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
+from cpjax.train.report import describe_parameters, relative_change, write_card
+from cpjax.train.step import (
+    Arrays,
+    init_state,
+    make_eval_step,
+    make_optimizer,
+    make_schedule,
+    make_train_step,
+    merge_model,
+    place_batch,
+    split_model,
+)
+
+
+def train(config: Config, devices: str) -> int:
+    """Starts or resumes a run.
+
+    Args:
+        devices: what it runs on, in words.
+
+    Returns:
+        0 when the run is complete, 128 + the signal that stopped it.
+
+    Raises:
+        ValueError: options that do not fit each other, the devices, or the run in the output folder; nothing has been
+            written then.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    say = console.print
+    run, out = config.run, pathlib.Path(config.run.out)
+    check_folder(config)
+    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
+    layout = layout_from_name(config.mesh.layout, config.mesh.cp)
+
+    model = make_model(config)
+    model_config, names = model.config, hf_names(model)
+    name = model_config.to_dict().get("architectures", [type(model).__name__])[0]
+    graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
+    schedule = make_schedule(config.optimizer.lr, run.steps, config.optimizer.warmup)
+    optimizer = make_optimizer(
+        schedule,
+        decayed(model_config, params),
+        betas=config.optimizer.betas,
+        weight_decay=config.optimizer.weight_decay,
+        clip=config.optimizer.clip,
+    )
+    sizes = describe_parameters(params | frozen, names)
+    frozen_size = sum(array.size for array in frozen.values())
+    state = init_state(params, frozen, optimizer, mesh)
+    del model, params, frozen  # the state is given to the first step
+    train_step = make_train_step(graphdef, optimizer, schedule, mesh, config.mesh.transport)
+    eval_step = make_eval_step(graphdef, mesh, config.mesh.transport)
+
+    def batch_of(step: int) -> Any:
+        documents = digits.documents(config.data, run.seed, step, run.batch_size, "train")
+        return host_batch(model_config, config.data, documents, layout)
+
+    batch, sharder = batch_of(0)
+    jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder)  # what does not fit is said here
+
+    claim_folder(config)
+    checkpoints = Checkpoints(config)
+    if run.resume:
+        restored = checkpoints.restore(state, mesh, say)
+        say(f"resuming after step {restored.step}" if restored else "no checkpoint yet: starting from step 0")
+        state = restored or state
+    first = int(state.step)
+    log = MetricsLog(out / "metrics.jsonl", first)
+
+    start = f"from {config.model.path}" if config.model.path else "from scratch"
+    say(f"cpjax {__version__}: trains {name} {start}")
+    say(f"devices     {devices}")
+    say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp}")
+    say(f"sequence    {layout.name} layout, {config.mesh.transport} transport: {sharder.length:,} tokens, "
+        f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
+    say(f"data        {digits.describe(config.data)}")
+    say(f"step        {run.batch_size} documents, {run.batch_size * sharder.padded_length:,} tokens")
+    say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
+    say(f"run         steps {first + 1} to {run.steps}, seed {run.seed}, into {out}")
+
+    batch, sharder = batch_of(first)
+    with (
+        contextlib.closing(checkpoints),
+        contextlib.closing(log),
+        catch_signals() as caught,
+        show_progress(console, first, run.steps) as advance,
+    ):
+        for step in range(first + 1, run.steps + 1):
+            started = time.perf_counter()
+            state, metrics = train_step(state, place_batch(batch, mesh), sharder)
+            batch, sharder = batch_of(step)  # the next one, while the devices work
+            record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}
+            record["tokens_per_second"] = round(record["tokens"] / (time.perf_counter() - started), 1)
+            stop = bool(caught) or step == run.steps
+            if step % run.eval_every == 0 or step == run.steps:
+                predict = functools.partial(eval_step, state.params, state.frozen)
+                record |= held_out_accuracies(predict, config, model_config, layout, mesh)
+            log.write(record)
+            if step % run.save_every == 0 or stop:
+                checkpoints.save(state, step)
+            advance(record)
+            if stop:
+                break
+
+    done = int(state.step)
+    resume = f"python -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
+    if done < run.steps:
+        say(f"stopped by {caught[0].name} after step {done}, which is saved; continue with\n{resume}")
+        return 128 + caught[0]
+
+    records = read_metrics(out / "metrics.jsonl")
+    result = records[-1]
+    draw_metrics(records, out / "curves.png", f"{digits.describe(config.data)}\ncp {layout.cp}, {layout.name} layout")
+    export = out / "export"
+    save_pretrained(merge_model(graphdef, state.params, state.frozen), export)
+    write_card(export, config, result, name)
+    _, *initial = split_model(make_model(config))
+    changes = relative_change(initial[0] | initial[1], state.params | state.frozen, names)
+    say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
+        + " (change since the start, relative to the norm)")  # fmt: skip
+    say(f"held-out accuracy {result['held_out_accuracy']:.2f}")
+    say(f"picture     {out / 'curves.png'}")
+    say(f"metrics     {out / 'metrics.jsonl'}")
+    say(f"checkpoints {out / 'checkpoints'}")
+    say(f"export      {export}")
+    say(f"resume      {resume}")
+    say(f"try it      python -m cpjax.train.evaluate {shlex.quote(str(export))}")
+    return 0
+
+
+def make_model(config: Config) -> Any:
+    """The model before the first step: from a Hugging Face folder, or fresh weights from the seed."""
+    dtype = jnp.dtype(config.model.dtype)
+    if config.model.path:
+        return from_pretrained(config.model.path, dtype=dtype)
+    model_config = digits.model_config(config.model)
+    model_class = family(model_config.model_type).Model
+    return model_class(model_config, rngs=nnx.Rngs(config.run.seed), dtype=dtype)
+
+
+def decayed(model_config: Any, params: Arrays) -> dict[str, bool]:
+    """By path, whether weight decay applies: to what is a matrix or a convolution in the Hugging Face folder."""
+    table = family(model_config.model_type).weights(model_config)
+    return {w.path: len(w.shape_on_disk(params[w.path].shape)) > 1 for w in table if w.path in params}
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[signal.Signals]]:
+    """Collects SIGTERM and Ctrl-C instead of dying of them; a second one has its usual effect."""
+    caught: list[signal.Signals] = []
+    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number))
+        for each, handler in usual.items():
+            signal.signal(each, handler)
+
+    for number in usual:
+        signal.signal(number, handle)
+    try:
+        yield caught
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields the function that shows a record: on a bar in a terminal, otherwise on some twenty lines in all."""
+
+    def text(record: dict[str, Any]) -> str:
+        line = (
+            f"loss {record['loss']:.4f}  accuracy {record['accuracy']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+        )
+        if "held_out_accuracy" in record:
+            line += f"  held-out accuracy {record['held_out_accuracy']:.3f}"
+        return line
+
+    started = time.monotonic()
+
+    def print_line(record: dict[str, Any]) -> None:
+        nonlocal started
+        step = record["step"]
+        if step == first + 1:
+            started = time.monotonic()  # the first step compiles
+        if step % max(steps // 20, 1) and step not in (first + 1, steps) and "held_out_accuracy" not in record:
+            return
+        seconds = (time.monotonic() - started) / max(step - first - 1, 1) * (steps - step)
+        left = f"  {seconds:.0f} s left" if first + 1 < step < steps else ""
+        console.print(f"step {step}/{steps}  {text(record)}{left}")
+
+    console.print("compiling the training step; JAX's cache makes the next start faster")
+    if not console.is_terminal:
+        yield print_line
+        return
+    columns = (
+        BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(compact=True),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps, completed=first)
+
+        def move_bar(record: dict[str, Any]) -> None:
+            progress.update(task, completed=record["step"], description=text(record))
+            if "held_out_accuracy" in record:
+                console.print(f"step {record['step']}  {text(record)}")
+
+        yield move_bar
