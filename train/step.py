@@ -98,7 +98,7 @@ def _matches(pattern: str, name: str, aliases: Sequence[str]) -> bool:
 
 def merge_model(graphdef: nnx.GraphDef, *arrays: Arrays) -> Any:
     """The model of `split_model`, with these arrays in it."""
-    flat = {_path(name): array for part in arrays for name, array in part.items()}
+    flat: Any = {_path(name): array for part in arrays for name, array in part.items()}
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 

@@ -35,7 +35,7 @@ TINY = {
     "mesh": {"cp": 2},
     "optimizer": {"warmup": 2},
     "run": {"steps": 40, "batch_size": 2, "eval_every": 20, "eval_batches": 1, "save_every": 5},
-}
+}  # fmt: skip
 
 CACHE = pathlib.Path(__file__).parent.parent.parent / ".cache" / "train-tests"
 TIMES = {"tokens_per_second"}
