@@ -7,8 +7,8 @@ Runs on as many GPUs as `--cp` if there are, else on virtual CPU devices. Only t
 
 - cpjax: the ring under the zigzag and the contiguous layout, and the all-gather transport under zigzag;
 - jax.nn.dot_product_attention, left to XLA's partitioner on the same mesh;
-- the function of the `ringattention` package (`pip install --no-deps ringattention einops`, it needs flax too), the best of
-  several chunk sizes. The package does not import on current JAX, so the one module is loaded alone;
+- the function of the `ringattention` package (`pip install --no-deps ringattention einops`; it needs flax too), with
+  the best of several chunk sizes. The package does not import on current JAX, so the one module is loaded alone;
 - torch's scaled_dot_product_attention on the CPU (if torch is installed), the whole problem with one process.
 
 Every contender's output is compared with the dense one before it is timed.

@@ -65,7 +65,7 @@ def attention(
 def _all_varying(operands: Any, sharder: Sharder) -> Any:
     """Marks all operands as varying over the cp axis and over every manual axis that any of them varies over.
 
-    Done here, outside the custom derivatives, JAX itself sums the cotangents of an operand that was the same on all ranks.
+    Done here, outside the custom derivatives, JAX itself sums the cotangents of an operand that is the same on all.
     """
     axes = frozenset({sharder.axis_name} if sharder.cp > 1 else ())
     axes = axes.union(*map(varying_axes, jax.tree.leaves(operands)))
@@ -87,9 +87,7 @@ def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask) -> None:
             "the second"
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"attention was given q {q.dtype}, k {k.dtype}, v {v.dtype}: convert them to one dtype first"
-        )
+        raise ValueError(f"attention was given q {q.dtype}, k {k.dtype}, v {v.dtype}: convert them to one dtype first")
     if q.shape[1] != sharder.local_length:
         raise ValueError(
             f"attention was given {q.shape[1]} tokens, but each of the {sharder.cp} ranks of this sharder holds "

@@ -6,7 +6,7 @@ Tiled operands, n tiles of t tokens each, every tile one contiguous slice:
 
     q, output   [n, B, K, G, t, D]     G = H / K query heads share a key head
     kv, dkv     [n, B, K, t, D + Dv]   keys and values side by side, so that they travel as one array
-    lse, delta  [n, B, K, G, t]
+    peak, total, delta  [n, B, K, G, t]
     tokens      positions [n, t], segments [n, B, t]
 """
 
@@ -22,6 +22,7 @@ from jax import lax
 
 from cpjax.attention.mask import Tokens, pair_mask, tile_mask
 from cpjax.attention.varying import vary_over, varying_axes
+
 
 class State(NamedTuple):
     """The online softmax of some queries over the keys met so far.
@@ -56,26 +57,33 @@ def forward(
     product = functools.partial(_product, dtype=accumulation_dtype(q))
     width = q.shape[-1]
 
-    def visit(i, j, mask, state):
-        k, v = kv[j][..., :width], kv[j][..., width:]
-        scores = product(q[i], k, (4,), (3,)) * scale
-        scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-        peak = jnp.maximum(state.peak[i], scores.max(-1))
-        shift = jnp.where(peak == -jnp.inf, 0, peak)  # a row without a key so far: exp(-inf - 0) = 0
-        p = jnp.exp(scores - shift[..., None])
-        decay = jnp.exp(state.peak[i] - shift)
-        output = state.output[i] * decay[..., None] + product(p.astype(v.dtype), v, (4,), (2,))
-        total = state.total[i] * decay + p.sum(-1)
-        return State(_put(state.output, i, output), _put(state.peak, i, peak), _put(state.total, i, total))
+    def row(i, state):
+        q_tile, here = q[i], jax.tree.map(lambda x: x[i], state)
 
-    return _visit_pairs(visit, queries, keys, causal, state)
+        def visit(j, mask, here):
+            k, v = kv[j][..., :width], kv[j][..., width:]
+            scores = product(q_tile, k, (4,), (3,)) * scale
+            scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+            peak = jnp.maximum(here.peak, scores.max(-1))
+            shift = jnp.where(peak == -jnp.inf, 0, peak)  # a row without a key so far: exp(-inf - 0) = 0
+            p = jnp.exp(scores - shift[..., None])
+            decay = jnp.exp(here.peak - shift)
+            output = here.output * decay[..., None] + product(p.astype(v.dtype), v, (4,), (2,))
+            return State(output, peak, here.total * decay + p.sum(-1))
+
+        here = pairs.visit(i, visit, here)
+        return jax.tree.map(lambda x, tile: _put(x, tile, i), state, here)
+
+    pairs = _Pairs(queries, keys, causal)
+    return lax.fori_loop(0, q.shape[0], row, state)
 
 
-def finish(state: State) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of the scores; 0 and -inf for a query that met no key."""
+def finish(state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output, peak and total over all keys. A query that met no key has output 0, and a peak that makes its p 0."""
     some = state.total > 0
     total = jnp.where(some, state.total, 1)
-    return state.output / total[..., None], jnp.where(some, state.peak + jnp.log(total), -jnp.inf)
+    # Two numbers rather than their log-sum-exp, which would round away log(total) beside a large peak.
+    return state.output / total[..., None], jnp.where(some, state.peak, jnp.inf), total
 
 
 def backward(
@@ -83,7 +91,8 @@ def backward(
     q: jax.Array,
     kv: jax.Array,
     grad: jax.Array,
-    lse: jax.Array,
+    peak: jax.Array,
+    total: jax.Array,
     delta: jax.Array,
     queries: Tokens,
     keys: Tokens,
@@ -96,7 +105,7 @@ def backward(
     Args:
         dq: [n, B, K, D, G, t] the sum so far, TRANSPOSED: then no product below has to transpose a tile of scores.
         grad: cotangent of the output.
-        lse: log-sum-exp over ALL keys.
+        peak, total: softmax statistics over ALL keys, from `finish`.
         delta: sum of output x grad over Dv.
 
     Returns:
@@ -105,33 +114,49 @@ def backward(
     dtype = accumulation_dtype(q)
     product = functools.partial(_product, dtype=dtype)
     width = q.shape[-1]
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # exp(score - inf) = 0: no gradient for rows without a key
 
-    def visit(i, j, mask, carry):  # score tiles are [B, K, keys, G, queries] here
+    def row(i, carry):
         dq, dkv = carry
-        k, v = kv[j][..., :width], kv[j][..., width:]
-        p = jnp.exp(product(k, q[i], (3,), (4,)) * scale - lse[i][:, :, None])
-        p = jnp.where(mask.swapaxes(1, 2)[:, None, :, None], p, 0)
-        ds = p * (product(v, grad[i], (3,), (4,)) - delta[i][:, :, None]) * scale
-        p, ds = p.astype(q.dtype), ds.astype(q.dtype)
-        dk, dv = product(ds, q[i], (3, 4), (2, 3)), product(p, grad[i], (3, 4), (2, 3))
-        dq = _put(dq, i, dq[i] + product(k, ds, (2,), (2,)))
-        return dq, _put(dkv, j, dkv[j] + jnp.concatenate([dk, dv], -1))
+        q_tile, grad_tile = q[i], grad[i]
+        peak_tile, weight, delta_tile = (x[:, :, None] for x in (peak[i], 1 / total[i], delta[i]))
 
-    return _visit_pairs(visit, queries, keys, causal, (dq, vary_over(jnp.zeros(kv.shape, dtype), varying_axes(q))))
+        def visit(j, mask, carry):  # tiles of scores are [B, K, keys, G, queries] here
+            dq_tile, dkv = carry
+            k, v = kv[j][..., :width], kv[j][..., width:]
+            p = jnp.exp(product(k, q_tile, (3,), (4,)) * scale - peak_tile) * weight
+            p = jnp.where(mask.swapaxes(1, 2)[:, None, :, None], p, 0)
+            ds = p * (product(v, grad_tile, (3,), (4,)) - delta_tile) * scale
+            dkv = _add(dkv, product(ds.astype(q.dtype), q_tile, (3, 4), (2, 3)), j)
+            dkv = _add(dkv, product(p.astype(q.dtype), grad_tile, (3, 4), (2, 3)), j, width)
+            # Not in bfloat16: XLA's CPU backend has no such product with the contracted axis first.
+            return dq_tile + product(k.astype(dtype), ds, (2,), (2,)), dkv
+
+        dq_tile, dkv = pairs.visit(i, visit, (dq[i], dkv))
+        return _put(dq, dq_tile, i), dkv
+
+    pairs = _Pairs(queries, keys, causal)
+    return lax.fori_loop(0, q.shape[0], row, (dq, vary_over(jnp.zeros(kv.shape, dtype), varying_axes(q))))
 
 
-def _visit_pairs(visit: Callable[..., Any], queries: Tokens, keys: Tokens, causal: bool, carry: Any) -> Any:
-    """Folds `visit(i, j, mask, carry)` over the pairs of tiles that have work, and over no others."""
-    some = tile_mask(queries, keys, causal=causal)
-    order = jnp.argsort(~some.reshape(-1), stable=True).astype(jnp.int32)
+class _Pairs:
+    """The pairs of tiles that have work."""
 
-    def step(index, carry):
-        i, j = order[index] // some.shape[1], order[index] % some.shape[1]
-        rows, columns = jax.tree.map(lambda x: x[i], queries), jax.tree.map(lambda x: x[j], keys)
-        return visit(i, j, pair_mask(rows, columns, causal=causal), carry)
+    def __init__(self, queries: Tokens, keys: Tokens, causal: bool) -> None:
+        self.queries, self.keys, self.causal = queries, keys, causal
+        some = tile_mask(queries, keys, causal=causal)
+        self.columns = jnp.argsort(~some, axis=1, stable=True).astype(jnp.int32)
+        self.counts = some.sum(1, dtype=jnp.int32)
 
-    return lax.fori_loop(0, some.sum(dtype=jnp.int32), step, carry)
+    def visit(self, i: jax.Array, step: Callable[..., Any], carry: Any) -> Any:
+        """Folds `step(j, mask, carry)` over the key tiles j with which query tile i has work, and over no others."""
+        queries = jax.tree.map(lambda x: x[i], self.queries)
+
+        def body(n, carry):
+            j = self.columns[i, n]
+            keys = jax.tree.map(lambda x: x[j], self.keys)
+            return step(j, pair_mask(queries, keys, causal=self.causal), carry)
+
+        return lax.fori_loop(0, self.counts[i], body, carry)
 
 
 def _product(x: jax.Array, y: jax.Array, x_axes: Any, y_axes: Any, dtype: Any) -> jax.Array:
@@ -139,5 +164,12 @@ def _product(x: jax.Array, y: jax.Array, x_axes: Any, y_axes: Any, dtype: Any) -
     return lax.dot_general(x, y, ((x_axes, y_axes), ((0, 1), (0, 1))), preferred_element_type=dtype)
 
 
-def _put(x: jax.Array, i: jax.Array, tile: jax.Array) -> jax.Array:
+def _put(x: jax.Array, tile: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x, tile, i, 0)
+
+
+def _add(x: jax.Array, tile: jax.Array, i: jax.Array, column: int = 0) -> jax.Array:
+    """Adds to columns `column` .. of tile i."""
+    start = tuple(jnp.int32(s) for s in (i, *[0] * (x.ndim - 2), column))
+    old = lax.dynamic_slice(x, start, (1, *tile.shape))
+    return lax.dynamic_update_slice(x, old + tile, start)

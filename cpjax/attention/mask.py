@@ -68,7 +68,7 @@ def pair_mask(queries: Tokens, keys: Tokens, *, causal: bool) -> jax.Array:
         mask = jnp.broadcast_to(keys.positions != NO_KEY, (queries.positions.size, keys.positions.size))
     mask = mask[None]
     if queries.segments is not None:
-        mask &= queries.segments[:, :, None] == keys.segments[:, None, :]
+        mask = mask & (queries.segments[:, :, None] == keys.segments[:, None, :])
     return mask
 
 

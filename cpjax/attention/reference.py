@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from cpjax.attention.mask import Mask
 
 
-def dense_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Mask, scale: float | None = None
-) -> jax.Array:
+def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Mask, scale: float | None = None) -> jax.Array:
     """The same function as `cpjax.attention.attention`, on whole sequences.
 
     Args:

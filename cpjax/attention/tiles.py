@@ -7,11 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-MAX_TILE = 256
+MAX_TILE = 128
 """Longest tile. Matrix products like long ones; causal tiles on the diagonal waste half of their scores."""
 
 MAX_SCORES = 1 << 24
-"""Most scores in flight: tiles get shorter (but not below 128) where batch x heads x tile^2 exceeds it."""
+"""Most scores in flight: tiles get shorter (but not below 64) where batch x heads x tile^2 exceeds it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Tiling:
     """Runs of `run` tokens, each cut into tiles of `length`; the last tile of a run may have empty slots.
 
     >>> Tiling.choose(1000, rows=8)
-    Tiling(run=1000, length=256)
+    Tiling(run=1000, length=128)
     """
 
     run: int
@@ -29,7 +29,7 @@ class Tiling:
     def choose(cls, run: int, rows: int) -> Tiling:
         """The tiling for `rows` = batch x query heads."""
         longest = MAX_TILE
-        while longest > 128 and rows * longest**2 > MAX_SCORES:
+        while longest > 64 and rows * longest**2 > MAX_SCORES:
             longest //= 2
         tiles = -(-run // longest)
         length = -(-run // tiles)

@@ -61,15 +61,15 @@ def _local(setup: Setup, q: Any, kv: Any, queries: Tokens, keys: Tokens) -> jax.
 
 def _local_forward(setup: Setup, q: Any, kv: Any, queries: Tokens, keys: Tokens) -> tuple[Any, Any]:
     state = blockwise.start(q, kv.shape[-1] - q.shape[-1])
-    output, lse = blockwise.finish(blockwise.forward(state, q, kv, queries, keys, **setup.kernel))
+    output, *statistics = blockwise.finish(blockwise.forward(state, q, kv, queries, keys, **setup.kernel))
     output = output.astype(q.dtype)
-    return output, (q, kv, output, lse, queries, keys)
+    return output, (q, kv, output, *statistics, queries, keys)
 
 
 def _local_backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, kv, output, lse, queries, keys = residuals
+    q, kv, output, peak, total, queries, keys = residuals
     delta = _delta(output, grad)
-    dq, dkv = blockwise.backward(_zero_dq(q), q, kv, grad, lse, delta, queries, keys, **setup.kernel)
+    dq, dkv = blockwise.backward(_zero_dq(q), q, kv, grad, peak, total, delta, queries, keys, **setup.kernel)
     return _from_dq(dq, q), dkv.astype(kv.dtype), None, None
 
 
@@ -92,18 +92,18 @@ def _ring_forward(setup: Setup, q: Any, kv: Any, q_segments: Any, k_segments: An
 
     last = setup.sharder.cp - 1
     here, state = lax.fori_loop(0, last, hop, (kv, blockwise.start(q, kv.shape[-1] - q.shape[-1])))
-    output, lse = blockwise.finish(blockwise.forward(state, q, here, *places.tokens(last), **setup.kernel))
+    output, *statistics = blockwise.finish(blockwise.forward(state, q, here, *places.tokens(last), **setup.kernel))
     output = output.astype(q.dtype)
-    return output, (q, kv, output, lse, q_segments, k_segments)
+    return output, (q, kv, output, *statistics, q_segments, k_segments)
 
 
 def _ring_backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, kv, output, lse, q_segments, k_segments = residuals
+    q, kv, output, peak, total, q_segments, k_segments = residuals
     places = _Ring(setup, q_segments, k_segments)
     delta = _delta(output, grad)
 
     def meet(step, dq, kv):
-        return blockwise.backward(dq, q, kv, grad, lse, delta, *places.tokens(step), **setup.kernel)
+        return blockwise.backward(dq, q, kv, grad, peak, total, delta, *places.tokens(step), **setup.kernel)
 
     def hop(step, carry):
         kv, dq, dkv = carry

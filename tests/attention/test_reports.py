@@ -1,0 +1,110 @@
+"""Faults that users of other systems met, and wrong calls."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cpjax.attention import Mask, attention
+from cpjax.shard import Zigzag, layout_from_name, make_sharder
+from tests.attention.common import assert_equal, documents_of, problem, solve, solve_dense
+
+pytestmark = pytest.mark.usefixtures("short_tiles")
+
+WHERE = [(1, "identity", "ring"), (4, "zigzag", "ring"), (4, "zigzag", "allgather"), (2, "contiguous", "ring")]
+
+
+@pytest.mark.parametrize(("cp", "layout", "transport"), WHERE)
+def test_rows_without_a_key_are_zero(cp, layout, transport):
+    """Row 0: a document of pads only; row 1: nothing but pads, so whole ranks have no key."""
+    documents = documents_of([16, 16, 16], [48], length=48)
+    padding = np.zeros((2, 48), bool)
+    padding[0, 16:32] = padding[1] = True
+    p = problem(48, documents=documents, padding=padding)
+    output, dq, dk, dv = solve(p, cp, layout, transport)  # finite, it checks
+    assert not output[padding].any() and not dq[padding].any()
+    assert not dk[padding].any() and not dv[padding].any()
+    assert_equal((output, dq, dk, dv), solve_dense(p))
+
+
+@pytest.mark.parametrize(("cp", "layout", "transport"), WHERE)
+def test_r16_documents_are_isolated_bitwise(cp, layout, transport):
+    documents = documents_of([9, 12, 4, 14, 9], length=48)
+    p = problem(48, batch=1, documents=documents)
+    changed = p._replace(q=p.q.copy(), k=p.k.copy(), v=p.v.copy())
+    for x in (changed.q, changed.k, changed.v):
+        x[:, 3] += 100.0
+    before, after = solve(p, cp, layout, transport), solve(changed, cp, layout, transport)
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(x[:, 9:], y[:, 9:])
+    assert (before[0][:, 3:9] != after[0][:, 3:9]).any(-1).all()
+
+
+@pytest.mark.parametrize("transport", ["ring", "allgather"])
+def test_r17_rows_of_a_batch_are_independent(transport):
+    rows = ([5, 40], [45], [20, 1, 13])
+    documents = documents_of(*rows, length=48)
+    p = problem(48, batch=3, documents=documents)
+    together = solve(p, 2, "zigzag", transport)
+    for row in range(3):
+        alone = solve(type(p)(*(None if x is None else x[row : row + 1] for x in p)), 2, "zigzag", transport)
+        assert_equal([x[row : row + 1] for x in together], alone)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("cp", "layout", "transport"), WHERE[:3])
+def test_r20_scores_may_be_a_million_below_zero(cp, layout, transport, dtype):
+    """Softmax does not see a shift of all scores; -1e6 = -2000 x 500 is exact, and so are the scores, in each type."""
+    p = problem(48, kv_heads=4, width=4, v_width=4, documents=documents_of([20, 28], [48], length=48))
+    q, k = (np.rint(x) for x in (p.q, p.k))
+    q[..., 3], k[..., 3] = 2000, 0
+    shifted = k.copy()
+    shifted[..., 3] = -500 if dtype != jnp.bfloat16 else -512
+    plain, low = p._replace(q=q, k=k), p._replace(q=q, k=shifted)
+    for x, y in zip(
+        solve(plain, cp, layout, transport, dtype, scale=1.0)[::3],
+        solve(low, cp, layout, transport, dtype, scale=1.0)[::3],
+        strict=True,
+    ):
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_r24_masks_follow_global_positions(layout):
+    """No positions are passed: they come from the layout. Query 40 sees key 39 and not key 41."""
+    p = problem(64, batch=1, documents=documents_of([64], length=64))
+    p.g[:] = 0
+    p.g[:, 40] = 1
+    dv = solve(p, 4, layout, "ring")[3]
+    assert dv[:, :41].any((-1, -2)).all() and not dv[:, 41:].any()
+
+
+def call(q=(2, 8, 4, 8), k=(2, 8, 2, 8), v=(2, 8, 2, 6), dtypes=(jnp.float32,) * 3, cp=2, transport="ring", **streams):
+    arrays = [jnp.zeros(shape, dtype) for shape, dtype in zip((q, k, v), dtypes, strict=True)]
+    sharder = make_sharder(16 if cp == 2 else 8, layout_from_name("zigzag", cp))
+    return attention(*arrays, sharder=sharder, mask=Mask(**streams), transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"transport": "star"}, "unknown transport 'star': choose one of allgather, ring"),
+        ({"transport": "star", "cp": 1}, "unknown transport"),
+        ({"q": (2, 8, 3, 8)}, "3 query heads and 2 key heads"),
+        ({"q": (8, 4, 8)}, r"q \(8, 4, 8\).* must be \[B, L, heads, width\]"),
+        ({"k": (2, 7, 2, 8)}, r"k \(2, 7, 2, 8\).*batch and length"),
+        ({"k": (2, 8, 2, 7)}, "the width in q and k"),
+        ({"v": (2, 8, 4, 6)}, "the heads in k and v"),
+        ({"dtypes": (jnp.float32, jnp.bfloat16, jnp.float32)}, "convert them to one dtype"),
+        ({"q": (2, 16, 4, 8), "k": (2, 16, 2, 8), "v": (2, 16, 2, 6)}, "16 tokens, but each of the 2 ranks .* holds 8"),
+        ({"document_ids": jnp.ones((2, 16), int)}, r"mask.document_ids has shape \(2, 16\)"),
+        ({"padding_mask": jnp.ones((1, 8), bool)}, r"mask.padding_mask has shape \(1, 8\)"),
+    ],
+)
+def test_wrong_calls_raise_before_compute(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        call(**arguments)  # outside shard_map: any collective would raise something else
+
+
+def test_wrong_layout_length_raises():
+    with pytest.raises(ValueError, match="multiple of 8"):
+        Zigzag(4).indices(36, 0)
