@@ -1,0 +1,233 @@
+"""Long documents of handwritten digits: images on named shelves, then questions about what was seen far back.
+
+A document reads like this, every image being a real scan::
+
+    <bos> <image> k3 <image> b7 <image> f1 ... read k3 7 | copy b7 2 f1 0 k3 7 | sum k3 7 b7 2 = 0 9 | sort ...
+
+The name follows its image, and a question names images; the model answers each name by the digit in the image, and
+then, for `sum` and `sort`, says what the question asks for. Only answers have labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from typing import Literal
+
+import numpy as np
+
+from cpjax.models.qwen3_5 import Config, Media, Row, patchify
+from cpjax.shard import IGNORE
+from cpjax.train.config import DataConfig, ModelConfig
+
+SOURCE = (
+    "Optical Recognition of Handwritten Digits: 1,797 scans of 8 x 8 pixels; E. Alpaydin and C. Kaynak, UCI Machine "
+    "Learning Repository, 1998, doi:10.24432/C50P49, CC BY 4.0."
+)
+LICENSE = "cc-by-4.0"
+
+_SPECIAL = ("<pad>", "<bos>", "<vision_start>", "<vision_end>", "<image>", "<video>")
+_NAMES = tuple(f"{letter}{number}" for letter in "abcdefghjkmnpqrs" for number in range(1, 9))
+VOCABULARY = (*_SPECIAL, *"0123456789", "read", "copy", "sum", "sort", "=", *_NAMES)
+"""The word of each token id."""
+_ID = {word: token for token, word in enumerate(VOCABULARY)}
+
+_ASKED = {"read": 1, "copy": 3, "sum": 2, "sort": 3}
+"""Images that a question of each kind is about."""
+_SHARE = {"read": 0.35, "copy": 0.2, "sum": 0.25, "sort": 0.2}
+"""Share of each kind among the questions."""
+_TOKENS = {"read": 3, "copy": 7, "sum": 8, "sort": 11}
+_PER_IMAGE = 4  # <vision_start> <image> <vision_end> name
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question of a document.
+
+    Attributes:
+        kind: "read", "copy", "sum" or "sort".
+        text: the question in words, without its answer.
+        answer: int [n], positions of the answer's tokens in the document.
+        images: numbers of the images that it is about.
+    """
+
+    kind: str
+    text: str
+    answer: np.ndarray
+    images: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A document: the row for the model, its images [n, 8, 8] in 0 .. 1, and its questions."""
+
+    row: Row
+    images: np.ndarray
+    questions: tuple[Question, ...]
+
+    def text(self) -> str:
+        """The document in words."""
+        return " ".join(VOCABULARY[token] for token in self.row.input_ids)
+
+
+def describe(data: DataConfig) -> str:
+    """One sentence about the documents."""
+    return (
+        f"Documents of {data.tokens:,} tokens with {data.images} scans of handwritten digits, and questions to read, "
+        "copy, sum or sort what was seen."
+    )
+
+
+def model_config(sizes: ModelConfig) -> Config:
+    """A Qwen3.5 of these sizes for this vocabulary: a token is a word, a patch is 4 x 4 pixels, an image one token."""
+    rotated = sizes.head_dim // 8  # frequencies; a quarter of each head turns
+    height = rotated // 4
+    return Config.from_dict(
+        {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "tie_word_embeddings": False,
+            "image_token_id": _ID["<image>"],
+            "video_token_id": _ID["<video>"],
+            "vision_start_token_id": _ID["<vision_start>"],
+            "vision_end_token_id": _ID["<vision_end>"],
+            "text_config": {
+                "vocab_size": len(VOCABULARY),
+                "pad_token_id": _ID["<pad>"],
+                "hidden_size": sizes.hidden_size,
+                "intermediate_size": 3 * sizes.hidden_size,
+                "num_hidden_layers": sizes.layers,
+                "num_attention_heads": sizes.heads,
+                "num_key_value_heads": sizes.kv_heads,
+                "head_dim": sizes.head_dim,
+                "linear_num_key_heads": sizes.kv_heads,
+                "linear_num_value_heads": sizes.kv_heads,
+                "linear_key_head_dim": sizes.head_dim,
+                "linear_value_head_dim": sizes.head_dim,
+                "rope_parameters": {
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.25,
+                    "mrope_section": [rotated - 2 * height, height, height],
+                },
+            },
+            "vision_config": {
+                "depth": sizes.vision_layers,
+                "hidden_size": sizes.vision_hidden_size,
+                "intermediate_size": 2 * sizes.vision_hidden_size,
+                "num_heads": sizes.vision_heads,
+                "patch_size": 4,
+                "out_hidden_size": sizes.hidden_size,
+                "num_position_embeddings": 16,
+            },
+        }
+    )
+
+
+def length(data: DataConfig) -> int:
+    """Tokens that every document is padded to."""
+    return data.tokens
+
+
+def num_patches(data: DataConfig) -> int:
+    """Image patches of every document."""
+    return 4 * data.images
+
+
+def documents(
+    data: DataConfig, seed: int, step: int, count: int, split: Literal["train", "held_out"]
+) -> list[Document]:
+    """The documents of a step; each depends on its arguments alone, so a run resumes anywhere and on any mesh.
+
+    Train and held-out documents share no image. A held-out document shows all its images first and asks about those
+    at least a quarter of the document back. To learn from, a document may come in sections (some images, questions
+    about them, more images), and half of its images are captioned; training images are moved by up to a pixel.
+
+    Raises:
+        ValueError: more images than names, or too few tokens for them and a question.
+    """
+    if not 3 <= data.images <= len(_NAMES):
+        raise ValueError(f"--data.images is {data.images}: it must be 3 to {len(_NAMES)}, as each image has a name")
+    needed = 8 * data.images + 16
+    if data.tokens < needed:
+        raise ValueError(f"--data.tokens is {data.tokens}: {data.images} images and questions need at least {needed}")
+    return [
+        _document(data, np.random.default_rng([seed, step, index, split == "train"]), split) for index in range(count)
+    ]
+
+
+@functools.cache
+def _scans() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Images [n, 8, 8] in 0 .. 1, their digits [n], and the numbers of those of each split."""
+    with np.load(pathlib.Path(__file__).parent / "data" / "optdigits.npz") as file:
+        images, digits = file["images"].astype(np.float32) / 16, file["labels"].astype(int)
+    held_out = np.arange(len(digits)) % 6 == 5
+    return images, digits, {"train": np.flatnonzero(~held_out), "held_out": np.flatnonzero(held_out)}
+
+
+def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train", "held_out"]) -> Document:
+    train = split == "train"
+    scans, digits, splits = _scans()
+    picked = rng.choice(splits[split], data.images, replace=False)
+    names = rng.permutation(len(_NAMES))[: data.images]
+    images = np.stack([_moved(scan, rng) if train else scan for scan in scans[picked]])
+    values = digits[picked]
+
+    tokens, labels = [_ID["<bos>"]], [IGNORE]
+
+    def say(*words: str, answer: bool = False) -> None:
+        ids = [_ID[word] for word in words]
+        tokens.extend(ids)
+        labels.extend(ids if answer else [IGNORE] * len(ids))
+
+    questions: list[Question] = []
+    name_position = np.zeros(data.images, int)
+    section = int(rng.choice([1, 2, 4, 8, 24, data.images])) if train else data.images
+    for first in range(0, data.images, section):
+        shown = np.arange(first, min(first + section, data.images))
+        for image in shown:
+            say("<vision_start>", "<image>", "<vision_end>", _NAMES[names[image]])
+            name_position[image] = len(tokens) - 1
+            if train and rng.random() < 0.5:
+                say(str(values[image]), answer=True)
+        # The tokens left when every image still to come is shown and captioned are shared out by number of images.
+        rest = data.images - shown[-1] - 1
+        free = data.tokens - len(tokens) - rest * (_PER_IMAGE + 1)
+        end = len(tokens) + free * len(shown) // (len(shown) + rest)
+        while end - len(tokens) >= min(_TOKENS.values()):
+            far = shown if train else shown[name_position[shown] < len(tokens) - data.tokens // 4]
+            fits = [kind for kind in _ASKED if _TOKENS[kind] <= end - len(tokens) and _ASKED[kind] <= len(far)]
+            if not fits:
+                break
+            share = np.array([_SHARE[kind] for kind in fits])
+            kind = str(rng.choice(fits, p=share / share.sum()))
+            asked = rng.choice(far, _ASKED[kind], replace=False)
+            start = len(tokens)
+            say(kind)
+            for image in asked:
+                say(_NAMES[names[image]])
+                say(str(values[image]), answer=True)
+            if kind in ("sum", "sort"):
+                say("=")
+                result = f"{values[asked].sum():02d}" if kind == "sum" else sorted(map(str, values[asked]))
+                say(*result, answer=True)
+            positions = np.arange(start, len(tokens))
+            text = " ".join([kind, *(_NAMES[names[image]] for image in asked)])
+            answer = positions[np.array(labels[start:]) != IGNORE]
+            questions.append(Question(kind, text, answer, tuple(map(int, asked))))
+    row = Row(np.array(tokens), np.array(labels), None, [_media(image) for image in images])
+    return Document(row, images, tuple(questions))
+
+
+def _moved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The image moved by up to one pixel each way, empty where nothing moves in."""
+    down, right = rng.integers(0, 3, 2)
+    return np.pad(image, 1)[down : down + 8, right : right + 8]
+
+
+def _media(image: np.ndarray) -> Media:
+    """[8, 8] in 0 .. 1 as the tower's patches: three equal channels in -1 .. 1."""
+    return patchify(_VISION, np.repeat((2 * image - 1)[..., None], 3, axis=-1))
+
+
+_VISION = model_config(ModelConfig()).vision  # its patch geometry does not depend on the sizes
