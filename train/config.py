@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import yaml
-from cpjax.train.digits import DigitsConfig as DataConfig
 from jsonargparse import SUPPRESS, ArgumentParser, set_parsing_settings
 
 
@@ -21,22 +20,32 @@ class ModelConfig:
     """Folder of a Hugging Face checkpoint to start from; empty: from scratch, with the sizes below."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations; sums and the loss are float32."""
-    hidden_size: int = 128
+    hidden_size: int = 64
     """Width of a token, in numbers."""
     layers: int = 4
     """Layers of the language model; every fourth is full attention, the others are linear attention."""
     heads: int = 4
-    """Query heads of a full-attention layer, and value heads of a linear one."""
+    """Query heads of a full-attention layer."""
     kv_heads: int = 2
-    """Key/value heads of a full-attention layer, and key heads of a linear one."""
+    """Key/value heads of a full-attention layer, and heads of a linear one."""
     head_dim: int = 32
     """Width of a head, in numbers."""
-    vision_hidden_size: int = 64
+    vision_hidden_size: int = 32
     """Width of an image patch in the vision tower, in numbers."""
-    vision_layers: int = 2
+    vision_layers: int = 1
     """Layers of the vision tower."""
-    vision_heads: int = 4
+    vision_heads: int = 2
     """Attention heads of the vision tower."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Data"""
+
+    images: int = 96
+    """Digit images per document."""
+    tokens: int = 1020
+    """Length of a document, in tokens: images come first, questions fill the rest."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def set_up_devices(count: int) -> str:
         jax.extend.backend.clear_backends()
         jax.config.update("jax_platforms", "cpu")
     available = len(jax.devices())
-    seen = f"there are {len(found)} GPUs" if kind != "cpu" else "JAX sees no GPU"
+    seen = "JAX sees no GPU" if kind == "cpu" else f"JAX sees {len(found)} GPU{'s' * (len(found) > 1)}"
     if available < count:
         raise ValueError(
             f"the mesh needs {count} devices, but {seen} and there can be {available} virtual CPU devices here: "

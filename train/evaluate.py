@@ -19,7 +19,7 @@ from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained
 from cpjax.shard import Layout, Sharder, layout_from_name, make_batch
 from cpjax.train import digits
-from cpjax.train.config import Config, DataConfig
+from cpjax.train.config import DataConfig
 from cpjax.train.devices import set_up_devices
 from cpjax.train.errors import run_command
 from cpjax.train.step import Arrays, make_eval_step, place_batch, split_model
@@ -60,7 +60,7 @@ def ask(
     batch, sharder = host_batch(model_config, data, documents, layout)
     predicted = np.asarray(predict(place_batch(batch, mesh), sharder))
     return [
-        [predicted[row, question.answer.start - 1 : question.answer.stop - 1] for question in document.questions]
+        [predicted[row, question.answer - 1] for question in document.questions]
         for row, document in enumerate(documents)
     ]
 
@@ -86,14 +86,29 @@ def accuracies(counts: Counts) -> dict[str, float]:
     return {"held_out_accuracy": float(right / asked), **kinds}
 
 
+def held_out_documents(data: DataConfig, batches: int, batch_size: int) -> list[list[digits.Document]]:
+    """Batches of held-out documents, the same in every run with these options.
+
+    Raises:
+        ValueError: the documents are too short to hold a question.
+    """
+    documents = [digits.documents(data, HELD_OUT_SEED, step, batch_size, "held_out") for step in range(batches)]
+    if not any(document.questions for batch in documents for document in batch):
+        raise ValueError(
+            f"held-out documents of {data.tokens} tokens with {data.images} images hold no question: raise "
+            "--data.tokens or lower --data.images"
+        )
+    return documents
+
+
 def held_out_accuracies(
-    predict: Predict, config: Config, model_config: Any, layout: Layout, mesh: Mesh
-) -> dict[str, float]:
-    """Accuracies over the held-out documents of a run: the same documents in every run of that batch size."""
+    predict: Predict, batches: Sequence[Sequence[digits.Document]], model_config: Any, data: DataConfig,
+    layout: Layout, mesh: Mesh,
+) -> dict[str, float]:  # fmt: skip
+    """Accuracies over batches of documents."""
     counts: Counts = collections.defaultdict(lambda: np.zeros(2, int))
-    for step in range(config.run.eval_batches):
-        documents = digits.documents(config.data, HELD_OUT_SEED, step, config.run.batch_size, "held_out")
-        answers = ask(predict, model_config, config.data, documents, layout, mesh)
+    for documents in batches:
+        answers = ask(predict, model_config, data, documents, layout, mesh)
         for kind, count in count_right(documents, answers).items():
             counts[kind] += count
     return accuracies(counts)
@@ -117,11 +132,10 @@ def try_export(folder: pathlib.Path, count: int, show: int, cp: int) -> int:
     data = read_data_config(folder / "README.md")
     model = from_pretrained(folder, mesh=mesh)
     graphdef, params, frozen = split_model(model)
-    eval_step = make_eval_step(graphdef, mesh)
+    predict = functools.partial(make_eval_step(graphdef, mesh), params, frozen)
     counts: Counts = collections.defaultdict(lambda: np.zeros(2, int))
-    for step in range(count):
-        documents = digits.documents(data, HELD_OUT_SEED, step, 1, "held_out")
-        answers = ask(functools.partial(eval_step, params, frozen), model.config, data, documents, layout, mesh)
+    for documents in held_out_documents(data, count, 1):
+        answers = ask(predict, model.config, data, documents, layout, mesh)
         for question, answer in zip(documents[0].questions, answers[0], strict=True):
             if show > 0:
                 print(draw_question(documents[0], question, answer))
@@ -158,9 +172,16 @@ def draw_question(document: digits.Document, question: digits.Question, answer: 
     lines = [
         "   ".join("".join(2 * _SHADES[level] for level in row[i]) for row in levels) for i in range(len(levels[0]))
     ]
-    right = "right" if is_right(document, question, answer) else f"wrong, it is {question.answer_text}"
-    said = " ".join(digits.VOCABULARY[token] for token in answer)
-    return "\n".join([*lines, f"{question.text} {said} ({right})", ""])
+    said, wanted = (
+        " ".join(digits.VOCABULARY[token] for token in tokens)
+        for tokens in (answer, np.asarray(document.row.input_ids)[question.answer])
+    )
+    wanted, said = (
+        " ".join(digits.VOCABULARY[token] for token in tokens)
+        for tokens in (np.asarray(document.row.input_ids)[question.answer], answer)
+    )
+    verdict = "right" if is_right(document, question, answer) else f"wrong, it is {wanted}"
+    return "\n".join([*lines, f"{question.text}: {said} ({verdict})", ""])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from cpjax.shard import layout_from_name
 from cpjax.train import digits
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config
-from cpjax.train.evaluate import held_out_accuracies, host_batch
+from cpjax.train.evaluate import held_out_accuracies, held_out_documents, host_batch
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
 from cpjax.train.report import describe_parameters, relative_change, write_card
 from cpjax.train.step import (
@@ -84,6 +84,7 @@ def train(config: Config, devices: str) -> int:
         documents = digits.documents(config.data, run.seed, step, run.batch_size, "train")
         return host_batch(model_config, config.data, documents, layout)
 
+    held_out = held_out_documents(config.data, run.eval_batches, run.batch_size)
     batch, sharder = batch_of(0)
     jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder)  # what does not fit is said here
 
@@ -123,7 +124,7 @@ def train(config: Config, devices: str) -> int:
             stop = bool(caught) or step == run.steps
             if step % run.eval_every == 0 or step == run.steps:
                 predict = functools.partial(eval_step, state.params, state.frozen)
-                record |= held_out_accuracies(predict, config, model_config, layout, mesh)
+                record |= held_out_accuracies(predict, held_out, model_config, config.data, layout, mesh)
             log.write(record)
             if step % run.save_every == 0 or stop:
                 checkpoints.save(state, step)
@@ -223,13 +224,14 @@ def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable
         yield print_line
         return
     columns = (
-        BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(compact=True),
+        BarColumn(16), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(compact=True),
     )  # fmt: skip
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=steps, completed=first)
 
         def move_bar(record: dict[str, Any]) -> None:
-            progress.update(task, completed=record["step"], description=text(record))
+            shown = {name: value for name, value in record.items() if name != "held_out_accuracy"}
+            progress.update(task, completed=record["step"], description=text(shown))
             if "held_out_accuracy" in record:
                 console.print(f"step {record['step']}  {text(record)}")
 

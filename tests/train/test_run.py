@@ -31,7 +31,7 @@ TINY = {
         "vision_layers": 1,
         "vision_heads": 1,
     },
-    "data": {"images": 4},
+    "data": {"tokens": 96, "images": 8},
     "mesh": {"cp": 2},
     "optimizer": {"warmup": 2},
     "run": {"steps": 40, "batch_size": 2, "eval_every": 20, "eval_batches": 1, "save_every": 5},
@@ -161,6 +161,7 @@ def test_bad_options_write_nothing(command, tmp_path):
     assert "needs 16 devices" in command("--run.out", out, "--mesh.cp", 16)
     assert "must be a multiple of" in command("--run.out", out, "--model.heads", 3, "--model.kv_heads", 2)
     assert "'towr' matches no parameter" in command("--run.out", out, "--optimizer.freeze", "[towr]")
+    assert "--data.tokens is 90" in command("--run.out", out, "--data.tokens", 90, "--data.images", 10)
     assert "no run to resume" in command("--run.out", out, "--run.resume", "true")
     assert not out.exists()
 
