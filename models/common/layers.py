@@ -16,11 +16,20 @@ Module = TypeVar("Module", bound=nnx.Module)
 class Linear(nnx.Module):
     """y = x @ kernel (+ bias), kernel [in, out], in the dtype of x.
 
-    Initialised with standard deviation in^-0.5, so that small models, too, start at unit scale; bias zero.
+    Initialised with standard deviation scale x in^-0.5, so that small models, too, start at unit scale; bias zero.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, dtype: Any, rngs: nnx.Rngs):
-        kernel = jax.random.normal(rngs.params(), (in_features, out_features), dtype) * in_features**-0.5
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        scale: float = 1.0,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        kernel = jax.random.normal(rngs.params(), (in_features, out_features), dtype) * (scale * in_features**-0.5)
         self.kernel = nnx.Param(kernel.astype(dtype))
         self.bias = nnx.Param(jnp.zeros(out_features, dtype)) if bias else None
 
@@ -66,12 +75,12 @@ class LayerNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); `scale` is that of the initial down projection."""
 
-    def __init__(self, features: int, hidden: int, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, features: int, hidden: int, *, scale: float = 1.0, dtype: Any, rngs: nnx.Rngs):
         self.gate_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(hidden, features, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(hidden, features, scale=scale, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., features] -> the same shape."""
