@@ -52,8 +52,8 @@ def attention(
         raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(_TRANSPORTS)}")
     _check(q, k, v, sharder, mask)
     tiling = Tiling.choose(sharder.local_length // max(sharder.layout.runs, 1), q.shape[0] * q.shape[2])
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    setup = transports.Setup(sharder, tiling, mask.causal, scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    setup = transports.Setup(sharder, tiling, mask.causal, factor)
     segments = jax.tree.map(lambda x: tiling.cut(x, 1, None), segments_of(mask))
     # k and v travel as one array: two collectives would not both be hidden behind the computation.
     kv = tiling.keys(jnp.concatenate([k, v], -1))

@@ -28,11 +28,20 @@ def everything():
     return problem(45, documents=documents, padding=padding)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize(("cp", "layout", "transport"), [(1, "identity", "ring"), *PARALLEL])
-def test_documents_padding_and_grouped_heads(cp, layout, transport, dtype):
+def test_documents_padding_and_grouped_heads(cp, layout, transport):
     p = everything()
-    assert_equal(solve(p, cp, layout, transport, dtype), solve_dense(p), dtype)
+    assert_equal(solve(p, cp, layout, transport, jnp.float64), solve_dense(p), jnp.float64)
+
+
+@pytest.mark.parametrize(
+    ("cp", "layout", "transport"),
+    [(1, "identity", "ring"), (2, "zigzag", "ring"), (4, "striped", "ring"), (8, "zigzag", "ring"),
+     (8, "contiguous", "ring"), (4, "zigzag", "allgather"), (8, "contiguous", "allgather")],
+)  # fmt: skip
+def test_the_same_in_float32(cp, layout, transport):
+    p = everything()
+    assert_equal(solve(p, cp, layout, transport), solve_dense(p))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +93,12 @@ def test_any_documents_and_padding(mask, where):
     assert_equal(solve(p, *where), solve_dense(p))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(1, 70), st.sampled_from([(8, "zigzag"), (4, "striped"), (2, "contiguous")]))
 def test_any_length(length, where):
     p = problem(length, batch=1)
-    assert_equal(solve(p, *where, "ring"), solve_dense(p))
+    cp, layout = where
+    assert_equal(solve(p, cp, layout, "ring"), solve_dense(p))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
