@@ -1,5 +1,6 @@
 """What the tests of Qwen3.5 share: the golden files as rows, the loss, and its gradients on a mesh."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -10,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from cpjax.models import from_pretrained
-from cpjax.models.qwen3_5 import Media, Row
+from cpjax.models.qwen3_5 import Media, Qwen3_5, Row
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FOLDER = GOLDENS / "qwen3_5"
@@ -19,6 +20,25 @@ FOLDER = GOLDENS / "qwen3_5"
 @functools.cache
 def golden_model():
     return from_pretrained(FOLDER)
+
+
+@functools.cache
+def small_model():
+    """The golden model's last linear and full layer of each group, with an epsilon that keeps float32 noise small."""
+    config = golden_model().config
+    text = dataclasses.replace(
+        config.text, num_hidden_layers=4, layer_types=("linear_attention", "full_attention") * 2, rms_norm_eps=1e-2
+    )
+    config = dataclasses.replace(config, text=text)
+    graph = nnx.split(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0))))[0]
+    state = nnx.to_flat_state(nnx.split(golden_model())[1])
+    slots = {2: 0, 3: 1}
+    kept = {
+        (*path[:2], slots[path[2]], *path[3:]) if path[0] == "layers" else path: value
+        for path, value in state
+        if path[0] != "layers" or path[2] in slots
+    }
+    return nnx.merge(graph, nnx.from_flat_state(kept))
 
 
 @functools.cache

@@ -1,20 +1,18 @@
 """Qwen3.5 under context parallelism: loss and every gradient equal the unsharded ones (I1, I2)."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from cpjax.mesh import make_mesh
 from cpjax.models import from_pretrained, to_hf_names
-from cpjax.models.qwen3_5 import STREAMS, Media, Qwen3_5, Row, prepare
+from cpjax.models.qwen3_5 import STREAMS, Media, Row, prepare
 from cpjax.shard import IGNORE, Identity, layout_from_name, make_batch
 
-from .qwen3_5_cases import FOLDER, golden_model, value_and_grads
+from .qwen3_5_cases import FOLDER, golden_model, small_model, value_and_grads
 
 UNLABELLED = range(11, 30)
 
@@ -49,25 +47,6 @@ def run(model, layout, transport="ring", mesh=None):
     batch, sharder = make_batch(host_batch(), layout, streams=STREAMS)
     loss, grads, _ = value_and_grads(model, batch, sharder, mesh, transport)
     return float(loss), {name: np.asarray(grad) for name, grad in to_hf_names(model, grads).items()}
-
-
-@functools.cache
-def small_model():
-    """The golden model's last linear and full layer of each group, with an epsilon that keeps float32 noise small."""
-    config = golden_model().config
-    text = dataclasses.replace(
-        config.text, num_hidden_layers=4, layer_types=("linear_attention", "full_attention") * 2, rms_norm_eps=1e-2
-    )
-    config = dataclasses.replace(config, text=text)
-    graph = nnx.split(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0))))[0]
-    state = nnx.to_flat_state(nnx.split(golden_model())[1])
-    slots = {2: 0, 3: 1}
-    kept = {
-        (*path[:2], slots[path[2]], *path[3:]) if path[0] == "layers" else path: value
-        for path, value in state
-        if path[0] != "layers" or path[2] in slots
-    }
-    return nnx.merge(graph, nnx.from_flat_state(kept))
 
 
 @functools.cache

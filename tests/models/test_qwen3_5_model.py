@@ -13,7 +13,7 @@ from cpjax.models import family
 from cpjax.models.qwen3_5 import STREAMS, Config, Media, Qwen3_5, Row, TextConfig, VisionConfig, patchify, prepare
 from cpjax.shard import Identity, make_batch
 
-from .qwen3_5_cases import FOLDER, golden_model
+from .qwen3_5_cases import FOLDER, small_model
 
 OPTIONS = {"xla_backend_optimization_level": 0}  # halves the compile time
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -148,7 +148,7 @@ def test_the_program_does_not_grow_with_depth():
 
 
 def test_an_image_gets_no_gradient_from_its_placeholder_and_pads_none_at_all():
-    model, config = golden_model(), golden_model().config
+    model, config = small_model(), small_model().config
     pixels = np.ones((4, config.vision.patch_dim), np.float32)
     row = Row([5, 90, 6], media=[Media(pixels, (1, 2, 2))])
     batch, sharder = make_batch(prepare(config, [row, Row([7])], num_patches=8), Identity(), streams=STREAMS)
