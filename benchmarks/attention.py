@@ -51,11 +51,8 @@ def main() -> None:
         " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
     )
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
-    if jax.device_count() < args.cp:
-        jax.config.update("jax_platforms", "cpu")
     shape = {"q": (args.heads, args.head_dim), "k": (args.kv_heads, args.head_dim)}
     shape |= {"v": shape["k"], "g": shape["q"]}
     rng = np.random.default_rng(0)
@@ -74,7 +71,7 @@ def main() -> None:
 
     print(
         f"attention forward + backward: B={args.batch} S={args.seq} H={args.heads} K={args.kv_heads} D={args.head_dim} "
-        f"{jnp.float32.__name__} causal, cp={args.cp}, {jax.devices()[0].platform}, jax {jax.__version__}, "
+        f"float32 causal, cp={args.cp}, {_devices(args.cp)[0].platform}, jax {jax.__version__}, "
         f"median of {args.repeats}"
     )
     medians = [statistics.median(c.seconds) for c in contenders]
@@ -111,6 +108,12 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
+def _devices(cp: int) -> Any:
+    import jax
+
+    return (jax.devices() if jax.device_count() >= cp else jax.devices("cpu"))[:cp]
+
+
 def _on_mesh(
     name: str,
     args: Any,
@@ -130,9 +133,7 @@ def _on_mesh(
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    mesh = jax.make_mesh(
-        (args.cp,), ("cp",), devices=jax.devices()[: args.cp], axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = jax.make_mesh((args.cp,), ("cp",), devices=_devices(args.cp), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec(None, "cp")
     if manual:
         function = jax.shard_map(
