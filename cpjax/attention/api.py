@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from cpjax.attention.tiles import Tiling
 from cpjax.attention.varying import vary_over, varying_axes
 from cpjax.shard import Sharder
 
-_TRANSPORTS = {"allgather": transports.all_gather, "ring": transports.ring}
+_TRANSPORTS: dict[str, Callable[..., jax.Array]] = {"allgather": transports.all_gather, "ring": transports.ring}
 
 
 def attention(

@@ -1,0 +1,69 @@
+"""The digit documents: deterministic, disjoint, and answered by the images they name."""
+
+import numpy as np
+import pytest
+
+from cpjax.shard import IGNORE
+from cpjax.train import digits
+from cpjax.train.config import DataConfig
+
+DATA = DataConfig()
+
+
+def right_answer(kind, values):
+    """Re-derived from the digits in the named images alone."""
+    if kind == "sum":
+        return [*values, *divmod(sum(values), 10)]
+    return [*values, *sorted(values)] if kind == "sort" else list(values)
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_answers_are_the_digits_in_the_images(split):
+    scans, labels, members = digits._scans()
+    known = {scans[i].tobytes(): labels[i] for i in members["held_out"]}
+    for document in digits.documents(DATA, 3, 5, 2, split):
+        ids, targets = np.asarray(document.row.input_ids), np.asarray(document.row.labels)
+        assert len(ids) == len(targets) <= digits.length(DATA) and len(ids) > 1000
+        assert len(document.images) == len(document.row.media) == DATA.images >= 24
+        assert {q.kind for q in document.questions} >= {"read", "copy", "sum"}
+        for question in document.questions:
+            said = [int(digits.VOCABULARY[token]) for token in ids[question.answer]]
+            values = said[: len(question.images)]
+            assert said == right_answer(question.kind, values)
+            if split == "held_out":  # not moved, so the scan itself tells
+                assert values == [known[document.images[i].tobytes()] for i in question.images]
+            np.testing.assert_array_equal(targets[question.answer], ids[question.answer])
+        answered = np.concatenate([question.answer for question in document.questions])
+        captions = (targets != IGNORE).sum() - len(answered)
+        assert captions == 0 if split == "held_out" else captions > 0
+
+
+def test_held_out_questions_are_about_images_far_back():
+    for document in digits.documents(DATA, 0, 0, 4, "held_out"):
+        ids = np.asarray(document.row.input_ids)
+        images = np.flatnonzero(ids == digits.VOCABULARY.index("<image>"))
+        for question in document.questions:
+            assert question.answer[0] - images[list(question.images)].max() >= DATA.tokens // 4
+
+
+def test_train_and_held_out_share_no_image():
+    _, _, members = digits._scans()
+    assert not set(members["train"]) & set(members["held_out"])
+    assert len(members["train"]) + len(members["held_out"]) == 1797 and len(members["held_out"]) > DATA.images
+
+
+def test_a_document_depends_on_its_own_arguments_alone():
+    several = digits.documents(DATA, 1, 7, 3, "train")
+    for again, document in zip(digits.documents(DATA, 1, 7, 2, "train"), several[:2], strict=True):
+        np.testing.assert_array_equal(again.row.input_ids, document.row.input_ids)
+        np.testing.assert_array_equal(again.images, document.images)
+    texts = {
+        d.text() for seed, step in ((1, 7), (1, 8), (2, 7)) for d in digits.documents(DATA, seed, step, 3, "train")
+    }
+    assert len(texts) == 9
+
+
+@pytest.mark.parametrize("data", [DataConfig(images=2), DataConfig(images=129), DataConfig(images=96, tokens=500)])
+def test_documents_that_cannot_be_written_are_refused(data):
+    with pytest.raises(ValueError, match=r"--data\.\w+ is \d+"):
+        digits.documents(data, 0, 0, 1, "train")
