@@ -25,7 +25,8 @@ def test_answers_are_the_digits_in_the_images(split):
         ids, targets = np.asarray(document.row.input_ids), np.asarray(document.row.labels)
         assert len(ids) == len(targets) <= digits.length(DATA) and len(ids) > 1000
         assert len(document.images) == len(document.row.media) == DATA.images >= 24
-        assert {q.kind for q in document.questions} >= {"read", "copy", "sum"}
+        if split == "held_out":  # to learn from, a document may show one image at a time
+            assert {question.kind for question in document.questions} == {"read", "copy", "sum", "sort"}
         for question in document.questions:
             said = [int(digits.VOCABULARY[token]) for token in ids[question.answer]]
             values = said[: len(question.images)]
