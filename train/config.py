@@ -68,9 +68,9 @@ class MeshConfig:
 class OptimizerConfig:
     """Optimizer: AdamW with linear warmup and cosine decay to 0"""
 
-    lr: float = 1e-3
+    lr: float = 3e-3
     """Peak learning rate."""
-    warmup: int = 20
+    warmup: int = 30
     """Steps over which the learning rate grows from 0 to its peak."""
     weight_decay: float = 0.01
     """Decay of weight matrices per step, times the learning rate; vectors are not decayed."""
@@ -91,9 +91,9 @@ class RunConfig:
     """Folder for metrics, picture, checkpoints and export; made if missing, never overwritten."""
     resume: bool = False
     """Continue the run in the output folder; the mesh may differ, what decides the numbers may not."""
-    steps: int = 200
+    steps: int = 300
     """Length of the run, in optimizer steps."""
-    batch_size: int = 2
+    batch_size: int = 4
     """Documents per step, over all devices."""
     seed: int = 0
     """Seed of initial weights and of the documents."""

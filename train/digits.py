@@ -141,7 +141,8 @@ def documents(
 
     Train and held-out documents share no image. A held-out document shows all its images first and asks about those
     at least a quarter of the document back. To learn from, a document may come in sections (some images, questions
-    about them, more images), and half of its images are captioned; training images are moved by up to a pixel.
+    about them, more images), and half of its images are captioned by their digit; training images are moved by up
+    to a pixel.
 
     Raises:
         ValueError: more images than names, or too few tokens for them and a question.
@@ -186,10 +187,11 @@ def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train"
     for first in range(0, data.images, section):
         shown = np.arange(first, min(first + section, data.images))
         for image in shown:
-            say("<vision_start>", "<image>", "<vision_end>", _NAMES[names[image]])
-            name_position[image] = len(tokens) - 1
-            if train and rng.random() < 0.5:
+            say("<vision_start>", "<image>")
+            if train and rng.random() < 0.5:  # right after the image, where the tower alone can answer
                 say(str(values[image]), answer=True)
+            say("<vision_end>", _NAMES[names[image]])
+            name_position[image] = len(tokens) - 1
         # The tokens left when every image still to come is shown and captioned are shared out by number of images.
         rest = data.images - shown[-1] - 1
         free = data.tokens - len(tokens) - rest * (_PER_IMAGE + 1)

@@ -52,8 +52,7 @@ class Local:
 class GatedAttention(nnx.Module):
     """Grouped-query attention with q/k norm, partial rope, and an output gate.
 
-    Fresh query and key projections are equal, so that a token starts by attending to tokens like itself: looking
-    something up by its name is then learned in tens of steps instead of hundreds.
+    Fresh query and key projections are equal, so that a token starts by attending to tokens like itself.
     """
 
     def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
