@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cpjax.attention.varying import vary_over, varying_axes
 from cpjax.shard import IGNORE
+from cpjax.varying import vary_over, varying_axes
 
 
 def cross_entropy(

@@ -213,9 +213,8 @@ def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train"
                 say("=")
                 result = f"{values[asked].sum():02d}" if kind == "sum" else sorted(map(str, values[asked]))
                 say(*result, answer=True)
-            positions = np.arange(start, len(tokens))
             text = " ".join([kind, *(_NAMES[names[image]] for image in asked)])
-            answer = positions[np.array(labels[start:]) != IGNORE]
+            answer = start + np.flatnonzero(np.array(labels[start:]) != IGNORE)
             questions.append(Question(kind, text, answer, tuple(map(int, asked))))
     row = Row(np.array(tokens), np.array(labels), None, [_media(image) for image in images])
     return Document(row, images, tuple(questions))

@@ -176,10 +176,6 @@ def draw_question(document: digits.Document, question: digits.Question, answer: 
         " ".join(digits.VOCABULARY[token] for token in tokens)
         for tokens in (answer, np.asarray(document.row.input_ids)[question.answer])
     )
-    wanted, said = (
-        " ".join(digits.VOCABULARY[token] for token in tokens)
-        for tokens in (np.asarray(document.row.input_ids)[question.answer], answer)
-    )
     verdict = "right" if is_right(document, question, answer) else f"wrong, it is {wanted}"
     return "\n".join([*lines, f"{question.text}: {said} ({verdict})", ""])
 

@@ -108,7 +108,8 @@ def train(config: Config, devices: str) -> int:
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
     say(f"run         steps {first + 1} to {run.steps}, seed {run.seed}, into {out}")
 
-    batch, sharder = batch_of(first)
+    if first:
+        batch, sharder = batch_of(first)
     with (
         contextlib.closing(checkpoints),
         contextlib.closing(log),

@@ -25,7 +25,7 @@ from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.shard import IGNORE, Sharder
 
 Arrays = dict[str, jax.Array]
-"""Arrays by dotted path, for instance "language.layers.0.mlp.gate.kernel"."""
+"""Arrays by dotted path, for instance "layers.slots.0.mlp.gate_proj.kernel"."""
 
 
 @functools.partial(

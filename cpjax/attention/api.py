@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from cpjax.attention import transport as transports
 from cpjax.attention.mask import Mask, segments_of
 from cpjax.attention.tiles import Tiling
-from cpjax.attention.varying import vary_over, varying_axes
 from cpjax.shard import Sharder
+from cpjax.varying import vary_over, varying_axes
 
 _TRANSPORTS: dict[str, Callable[..., jax.Array]] = {"allgather": transports.all_gather, "ring": transports.ring}
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cpjax.attention.mask import Tokens, pair_mask, tile_mask
-from cpjax.attention.varying import vary_over, varying_axes
+from cpjax.varying import vary_over, varying_axes
 
 
 class State(NamedTuple):

@@ -16,8 +16,8 @@ from jax import lax
 from cpjax.attention import blockwise
 from cpjax.attention.mask import NO_KEY, Tokens
 from cpjax.attention.tiles import Tiling
-from cpjax.attention.varying import vary_over, varying_axes
 from cpjax.shard import Sharder
+from cpjax.varying import vary_over, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cpjax.attention.varying import vary_over, varying_axes
 from cpjax.recurrence.runs import before_runs, check_tokens, continues, shift_runs, split_runs
 from cpjax.shard import Sharder
+from cpjax.varying import vary_over, varying_axes
 
 _INVERSE = "delta_rule_inverse"
 
