@@ -27,10 +27,14 @@ class ModelConfig:
     heads: int = 4
     """Query heads of a full-attention layer."""
     kv_heads: int = 2
-    """Key/value heads of a full-attention layer, and heads of a linear one."""
+    """Key/value heads of a full-attention layer."""
     head_dim: int = 32
-    """Width of a head, in numbers."""
-    vision_hidden_size: int = 32
+    """Width of a head of a full-attention layer, in numbers."""
+    linear_heads: int = 1
+    """Heads of a linear-attention layer."""
+    linear_head_dim: int = 128
+    """Width of a head of a linear-attention layer, in numbers; it remembers about as many things."""
+    vision_hidden_size: int = 48
     """Width of an image patch in the vision tower, in numbers."""
     vision_layers: int = 1
     """Layers of the vision tower."""
@@ -42,7 +46,7 @@ class ModelConfig:
 class DataConfig:
     """Data"""
 
-    images: int = 96
+    images: int = 64
     """Digit images per document."""
     tokens: int = 1020
     """Length of a document, in tokens: images come first, questions fill the rest."""
@@ -68,9 +72,9 @@ class MeshConfig:
 class OptimizerConfig:
     """Optimizer: AdamW with linear warmup and cosine decay to 0"""
 
-    lr: float = 3e-3
+    lr: float = 4e-3
     """Peak learning rate."""
-    warmup: int = 30
+    warmup: int = 100
     """Steps over which the learning rate grows from 0 to its peak."""
     weight_decay: float = 0.01
     """Decay of weight matrices per step, times the learning rate; vectors are not decayed."""
@@ -91,17 +95,17 @@ class RunConfig:
     """Folder for metrics, picture, checkpoints and export; made if missing, never overwritten."""
     resume: bool = False
     """Continue the run in the output folder; the mesh may differ, what decides the numbers may not."""
-    steps: int = 300
+    steps: int = 600
     """Length of the run, in optimizer steps."""
-    batch_size: int = 4
+    batch_size: int = 2
     """Documents per step, over all devices."""
     seed: int = 0
     """Seed of initial weights and of the documents."""
     eval_every: int = 100
     """Steps between evaluations on held-out documents; the last step is always evaluated."""
-    eval_batches: int = 4
+    eval_batches: int = 8
     """Batches of held-out documents per evaluation."""
-    save_every: int = 50
+    save_every: int = 100
     """Steps between checkpoints; the last step, SIGTERM and Ctrl-C always save one."""
     keep: int = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""

@@ -2,7 +2,7 @@
 
 A document reads like this, every image being a real scan::
 
-    <bos> <image> k3 <image> b7 <image> f1 ... read k3 7 | copy b7 2 f1 0 k3 7 | sum k3 7 b7 2 = 0 9 | sort ...
+    <bos> <image> c3 <image> b7 <image> f1 ... read c3 7 | copy b7 2 f1 0 c3 7 | sum c3 7 b7 2 = 0 9 | sort ...
 
 The name follows its image, and a question names images; the model answers each name by the digit in the image, and
 then, for `sum` and `sort`, says what the question asks for. Only answers have labels.
@@ -16,6 +16,7 @@ import pathlib
 from typing import Literal
 
 import numpy as np
+from scipy.ndimage import affine_transform
 
 from cpjax.models.qwen3_5 import Config, Media, Row, patchify
 from cpjax.shard import IGNORE
@@ -28,7 +29,7 @@ SOURCE = (
 LICENSE = "cc-by-4.0"
 
 _SPECIAL = ("<pad>", "<bos>", "<vision_start>", "<vision_end>", "<image>", "<video>")
-_NAMES = tuple(f"{letter}{number}" for letter in "abcdefghjkmnpqrs" for number in range(1, 9))
+_NAMES = tuple(f"{letter}{number}" for letter in "abcdefgh" for number in range(1, 9))
 VOCABULARY = (*_SPECIAL, *"0123456789", "read", "copy", "sum", "sort", "=", *_NAMES)
 """The word of each token id."""
 _ID = {word: token for token, word in enumerate(VOCABULARY)}
@@ -60,7 +61,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document: the row for the model, its images [n, 8, 8] in 0 .. 1, and its questions."""
+    """A document: the row for the model, its images [n, 8, 8] in 0 .. 1, and those questions that count."""
 
     row: Row
     images: np.ndarray
@@ -101,10 +102,10 @@ def model_config(sizes: ModelConfig) -> Config:
                 "num_attention_heads": sizes.heads,
                 "num_key_value_heads": sizes.kv_heads,
                 "head_dim": sizes.head_dim,
-                "linear_num_key_heads": sizes.kv_heads,
-                "linear_num_value_heads": sizes.kv_heads,
-                "linear_key_head_dim": sizes.head_dim,
-                "linear_value_head_dim": sizes.head_dim,
+                "linear_num_key_heads": sizes.linear_heads,
+                "linear_num_value_heads": sizes.linear_heads,
+                "linear_key_head_dim": sizes.linear_head_dim,
+                "linear_value_head_dim": sizes.linear_head_dim,
                 "rope_parameters": {
                     "rope_theta": 10000.0,
                     "partial_rotary_factor": 0.25,
@@ -139,10 +140,11 @@ def documents(
 ) -> list[Document]:
     """The documents of a step; each depends on its arguments alone, so a run resumes anywhere and on any mesh.
 
-    Train and held-out documents share no image. A held-out document shows all its images first and asks about those
-    at least a quarter of the document back. To learn from, a document may come in sections (some images, questions
-    about them, more images), and half of its images are captioned by their digit; training images are moved by up
-    to a pixel.
+    Train and held-out documents share no image. A held-out document shows all its images first, and its questions are
+    about images at least an eighth of its length back that were not asked about before; other questions fill it up.
+    To learn from, half of the images are captioned by their digit and all are slightly turned, scaled and moved, and
+    a document may come in sections (some images, questions about them, more images): all do in the first hundred
+    steps, three in four after two hundred do not.
 
     Raises:
         ValueError: more images than names, or too few tokens for them and a question.
@@ -153,7 +155,8 @@ def documents(
     if data.tokens < needed:
         raise ValueError(f"--data.tokens is {data.tokens}: {data.images} images and questions need at least {needed}")
     return [
-        _document(data, np.random.default_rng([seed, step, index, split == "train"]), split) for index in range(count)
+        _document(data, np.random.default_rng([seed, step, index, split == "train"]), split, step)
+        for index in range(count)
     ]
 
 
@@ -166,7 +169,7 @@ def _scans() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     return images, digits, {"train": np.flatnonzero(~held_out), "held_out": np.flatnonzero(held_out)}
 
 
-def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train", "held_out"]) -> Document:
+def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train", "held_out"], step: int) -> Document:
     train = split == "train"
     scans, digits, splits = _scans()
     picked = rng.choice(splits[split], data.images, replace=False)
@@ -183,47 +186,61 @@ def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train"
 
     questions: list[Question] = []
     name_position = np.zeros(data.images, int)
-    section = int(rng.choice([1, 2, 4, 8, 24, data.images])) if train else data.images
+    asked: set[int] = set()
+    section = _section(data, rng, step) if train else data.images
+    far = 0 if train else data.tokens // 8
     for first in range(0, data.images, section):
-        shown = np.arange(first, min(first + section, data.images))
+        shown = range(first, min(first + section, data.images))
         for image in shown:
-            say("<vision_start>", "<image>")
-            if train and rng.random() < 0.5:  # right after the image, where the tower alone can answer
-                say(str(values[image]), answer=True)
-            say("<vision_end>", _NAMES[names[image]])
+            say("<vision_start>", "<image>", "<vision_end>", _NAMES[names[image]])
             name_position[image] = len(tokens) - 1
+            if train and rng.random() < 0.5:
+                say(str(values[image]), answer=True)
         # The tokens left when every image still to come is shown and captioned are shared out by number of images.
-        rest = data.images - shown[-1] - 1
+        rest = data.images - shown.stop
         free = data.tokens - len(tokens) - rest * (_PER_IMAGE + 1)
         end = len(tokens) + free * len(shown) // (len(shown) + rest)
+        order = rng.permutation(shown)
         while end - len(tokens) >= min(_TOKENS.values()):
-            far = shown if train else shown[name_position[shown] < len(tokens) - data.tokens // 4]
-            fits = [kind for kind in _ASKED if _TOKENS[kind] <= end - len(tokens) and _ASKED[kind] <= len(far)]
-            if not fits:
-                break
+            fits = [kind for kind in _ASKED if _TOKENS[kind] <= end - len(tokens) and _ASKED[kind] <= len(shown)]
             share = np.array([_SHARE[kind] for kind in fits])
             kind = str(rng.choice(fits, p=share / share.sum()))
-            asked = rng.choice(far, _ASKED[kind], replace=False)
+            new = [image for image in order if image not in asked and len(tokens) - name_position[image] > far]
+            counts = len(new) >= _ASKED[kind]
+            about = new[: _ASKED[kind]] if counts else rng.choice(shown, _ASKED[kind], replace=False)
+            asked.update(about)
             start = len(tokens)
             say(kind)
-            for image in asked:
+            for image in about:
                 say(_NAMES[names[image]])
                 say(str(values[image]), answer=True)
             if kind in ("sum", "sort"):
                 say("=")
-                result = f"{values[asked].sum():02d}" if kind == "sum" else sorted(map(str, values[asked]))
-                say(*result, answer=True)
-            text = " ".join([kind, *(_NAMES[names[image]] for image in asked)])
-            answer = start + np.flatnonzero(np.array(labels[start:]) != IGNORE)
-            questions.append(Question(kind, text, answer, tuple(map(int, asked))))
+                told = values[list(about)]
+                say(*(f"{told.sum():02d}" if kind == "sum" else sorted(map(str, told))), answer=True)
+            if counts:
+                text = " ".join([kind, *(_NAMES[names[image]] for image in about)])
+                answer = start + np.flatnonzero(np.array(labels[start:]) != IGNORE)
+                questions.append(Question(kind, text, answer, tuple(map(int, about))))
     row = Row(np.array(tokens), np.array(labels), None, [_media(image) for image in images])
     return Document(row, images, tuple(questions))
 
 
+def _section(data: DataConfig, rng: np.random.Generator, step: int) -> int:
+    """Images per section: few to many at first, so that there are questions easy enough to learn from; then all."""
+    whole = 0.7 * np.clip((step - 100) / 100, 0, 1)
+    return data.images if rng.random() < whole else int(rng.choice([1, 2, 4, 8, 24, data.images]))
+
+
 def _moved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The image moved by up to one pixel each way, empty where nothing moves in."""
-    down, right = rng.integers(0, 3, 2)
-    return np.pad(image, 1)[down : down + 8, right : right + 8]
+    """The image turned by up to 12 degrees, scaled and sheared by up to an eighth, and moved by up to 0.7 pixels."""
+    angle = np.deg2rad(rng.uniform(-12, 12))
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    stretch = np.array([[1, 0], [rng.uniform(-0.1, 0.1), 1]]) * np.exp(rng.uniform(-0.12, 0.12, (2, 1)))
+    matrix = stretch @ turn
+    center = np.array([3.5, 3.5])
+    offset = center - matrix @ center + rng.uniform(-0.7, 0.7, 2)
+    return affine_transform(image, matrix, offset, order=1)
 
 
 def _media(image: np.ndarray) -> Media:

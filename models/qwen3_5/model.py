@@ -81,23 +81,33 @@ class GatedAttention(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Linear attention by the gated delta rule (arXiv 2412.06464)."""
+    """Linear attention by the gated delta rule (arXiv 2412.06464).
+
+    Fresh weights make it a table to look things up in: a token reads what tokens like itself have written (equal query
+    and key projections, which the convolution passes on unmixed), and nearly nothing is forgotten.
+    """
 
     def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         size, keys, values = config.hidden_size, self.key_dim * self.key_heads, self.value_dim * self.value_heads
         self.in_proj_qkv = Linear(size, 2 * keys + values, dtype=dtype, rngs=rngs)
+        kernel = self.in_proj_qkv.kernel[...]
+        self.in_proj_qkv.kernel = nnx.Param(kernel.at[:, :keys].set(kernel[:, keys : 2 * keys]))
         self.in_proj_z = Linear(size, values, dtype=dtype, rngs=rngs)
         self.in_proj_b = Linear(size, self.value_heads, dtype=dtype, rngs=rngs)
         self.in_proj_a = Linear(size, self.value_heads, dtype=dtype, rngs=rngs)
         width = config.linear_conv_kernel_dim
         conv = jax.random.normal(rngs.params(), (2 * keys + values, width), dtype) * width**-0.5
+        conv = conv.at[: 2 * keys].set(jnp.eye(1, width, width - 1, dtype=dtype))
         self.conv1d = nnx.Param(conv.astype(dtype))
-        # As in Mamba2 (arXiv 2405.21060): decay rates in (0, 16), time steps log-uniform in (0.001, 0.1).
-        rate = jax.random.uniform(rngs.params(), (self.value_heads,), minval=0.01, maxval=16.0)
-        step = jnp.exp(jax.random.uniform(rngs.params(), (self.value_heads,), minval=np.log(1e-3), maxval=np.log(0.1)))
-        self.A_log = nnx.Param(jnp.log(rate).astype(dtype))
+        # Time steps log-uniform in (0.001, 0.1) as in Mamba2 (arXiv 2405.21060); decay rates in the same range, where
+        # Mamba2 has up to 16, so that a fresh head remembers hundreds of tokens or more.
+        log_rate, log_step = jax.random.uniform(
+            rngs.params(), (2, self.value_heads), minval=np.log(1e-3), maxval=np.log(0.1)
+        )
+        step = jnp.exp(log_step)
+        self.A_log = nnx.Param(log_rate.astype(dtype))
         self.dt_bias = nnx.Param(jnp.log(jnp.expm1(step)).astype(dtype))
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps, dtype=dtype)
         self.out_proj = Linear(values, size, scale=RESIDUAL_SCALE, dtype=dtype, rngs=rngs)

@@ -27,13 +27,14 @@ TINY = {
         "layers": 2,
         "heads": 2,
         "kv_heads": 1,
+        "linear_head_dim": 16,
         "vision_hidden_size": 8,
         "vision_layers": 1,
         "vision_heads": 1,
     },
     "data": {"tokens": 96, "images": 8},
     "mesh": {"cp": 2},
-    "optimizer": {"warmup": 2},
+    "optimizer": {"warmup": 40},
     "run": {"steps": 40, "batch_size": 2, "eval_every": 20, "eval_batches": 1, "save_every": 5},
 }  # fmt: skip
 
@@ -138,6 +139,19 @@ def test_sigterm_saves_and_another_cp_continues(folder, whole):
     finish(start(folder, out, "--run.resume", "true", "--mesh.cp", "1"))
     for record, wanted in zip(curve(out), curve(whole[0]), strict=True):
         assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4), record["step"]
+
+
+@pytest.mark.parametrize(
+    ("cp", "layout", "transport"), [(1, "zigzag", "ring"), (4, "contiguous", "allgather"), (8, "zigzag", "ring")]
+)
+def test_the_first_losses_agree_on_every_mesh(folder, whole, cp, layout, transport):
+    out = folder / f"cp{cp}"
+    mesh = ("--mesh.cp", str(cp), "--mesh.layout", layout, "--mesh.transport", transport)
+    finish(start(folder, out, *mesh, "--run.steps", "20"))
+    losses, wanted = (
+        [record["loss"] for record in read_metrics(path / "metrics.jsonl")[:20]] for path in (out, whole[0])
+    )
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
 @pytest.fixture
