@@ -95,7 +95,7 @@ class RunConfig:
     """Folder for metrics, picture, checkpoints and export; made if missing, never overwritten."""
     resume: bool = False
     """Continue the run in the output folder; the mesh may differ, what decides the numbers may not."""
-    steps: int = 600
+    steps: int = 700
     """Length of the run, in optimizer steps."""
     batch_size: int = 2
     """Documents per step, over all devices."""
