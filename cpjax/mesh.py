@@ -10,6 +10,17 @@ from jax.sharding import AxisType
 AXES = ("dp", "fsdp", "cp")
 
 
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """Options of `jax.jit` for programs that run a ring on this mesh; {} where there are none to set.
+
+    On GPUs XLA keeps one collective in flight, but the backward of a ring needs two to be hidden behind its kernel:
+    keys and values on their way, and the gradients of those of the hop before.
+    """
+    if mesh.devices.flat[0].platform != "gpu":
+        return {}
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+
+
 def make_mesh(
     dp: int = 1, fsdp: int = 1, cp: int = 1, *, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy
+from cpjax.mesh import compiler_options
 from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.shard import IGNORE, Sharder
 
@@ -190,7 +191,7 @@ def make_train_step(
         over_cp = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"cp"}, check_vma=True)
         return over_cp(params, frozen, batch, valid)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(mesh))
     def train_step(state: TrainState, batch: Arrays, sharder: Sharder) -> tuple[TrainState, Arrays]:
         valid = jnp.sum(batch["labels"] != IGNORE)
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
