@@ -43,7 +43,7 @@ _STREAMS: dict[str, Stream] = {
 
 def make_batch(
     batch: Mapping[str, Any],
-    layout: Layout,
+    layout: Layout | Sharder,
     *,
     pad_id: int = 0,
     streams: Mapping[str, Stream] | None = None,
@@ -71,7 +71,7 @@ def make_batch(
 
     Args:
         batch: host arrays by name; exactly one of input_ids and inputs_embeds.
-        layout: decides the padded length T.
+        layout: decides the padded length T; or the sharder that `dispatch` made for these rows.
         pad_id: token id of the pads.
         streams: the model's own tensors, by name: token axis and fill. May not redefine a stream of the table.
         padded_length: T, to give batches of packed documents the same shapes; the smallest possible by default.
@@ -82,7 +82,7 @@ def make_batch(
     Raises:
         ValueError: a missing or unknown stream, a stream of another length or batch size, an attention mask that is
             not [B, S], position ids that restart without document ids (packed documents would attend to each other),
-            or what `pack` refuses.
+            what `pack` refuses, or a sharder for another length.
     """
     arrays = {name: np.asarray(value) for name, value in batch.items()}
     table = dict(_STREAMS, input_ids=Stream(fill=pad_id))
@@ -104,6 +104,13 @@ def make_batch(
     _masks_to_padding(arrays, (rows, length))
     padding = arrays.setdefault("padding_mask", np.zeros((rows, length), bool)).astype(bool)
     arrays["padding_mask"] = padding
+    given = layout if isinstance(layout, Sharder) else None
+    layout = layout.layout if isinstance(layout, Sharder) else layout
+    if given is not None and ("cu_seqlens" in arrays or given.places is not None or given.length != length):
+        raise ValueError(
+            f"make_batch was given a sharder of {given.layout} for S={given.length} and a batch of {length} tokens a "
+            "row: the lengths must agree, and for packed documents give the layout and cu_seqlens instead"
+        )
     if "cu_seqlens" in arrays or isinstance(layout, Packed):
         sharder = _pack(arrays, layout, padded_length, axis_name)
     else:
@@ -111,7 +118,8 @@ def make_batch(
             arrays["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
         _default_document_ids(arrays)
         shortest = layout.pad_length(length)
-        sharder = Sharder(layout, length, shortest if padded_length is None else padded_length, axis_name)
+        padded_length = shortest if padded_length is None else padded_length
+        sharder = given or Sharder(layout, length, padded_length, axis_name)
     sources = sharder.sources()
     out = {}
     for name, value in arrays.items():

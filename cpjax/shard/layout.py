@@ -164,6 +164,27 @@ class Packed(TableLayout):
 
 
 @dataclasses.dataclass(frozen=True)
+class Dispatched(TableLayout):
+    """Chunks of `chunk_size` tokens, equally many for each rank, chosen to balance the area of a mask of slices.
+
+    Sharders: `dispatch`.
+    """
+
+    chunk_size: int = 512
+
+    name: ClassVar[str] = "dispatched"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ValueError(f"chunk_size={self.chunk_size!r} given to Dispatched: it must be an integer >= 1")
+
+    @property
+    def divisor(self) -> int:
+        return self.cp * math.lcm(self.chunk_size, self.multiple)
+
+
+@dataclasses.dataclass(frozen=True)
 class Identity(Layout):
     """The whole sequence on one rank, so that callers never branch on cp."""
 
@@ -181,11 +202,13 @@ class Identity(Layout):
         return local + rank * 0
 
 
-_LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Identity, Contiguous, Zigzag, Striped, Packed)}
+_LAYOUTS: dict[str, type[Layout]] = {
+    cls.name: cls for cls in (Identity, Contiguous, Zigzag, Striped, Packed, Dispatched)
+}
 
 
 def layout_from_name(name: str, cp: int, multiple: int = 1) -> Layout:
-    """The layout called `name`, one of identity, contiguous, zigzag, striped, packed; cp = 1 always gives `Identity`.
+    """The layout called `name`, one of identity, contiguous, zigzag, striped, packed, dispatched; cp = 1: `Identity`.
 
     Raises:
         ValueError: an unknown name, or "identity" with cp > 1.

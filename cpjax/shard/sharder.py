@@ -55,7 +55,7 @@ class Sharder:
         if isinstance(self.layout, TableLayout) != (self.table is not None):
             raise ValueError(
                 f"{self.layout} was given {'no' if self.table is None else 'a'} table: layouts that depend on the "
-                "batch, and no others, need one; make their sharders with make_batch or pack"
+                "batch, and no others, need one; make their sharders with make_batch, pack or dispatch"
             )
 
     @property
