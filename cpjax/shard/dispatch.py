@@ -1,6 +1,6 @@
 """Dispatched chunks: a host-side solver that balances the area of an arbitrary slice mask over the ranks.
 
-Slices and their kinds are those of MagiAttention (arXiv 2505.13211), and so is the idea of equal chunk counts.
+Slices, their kinds and the idea of equal chunk counts are those of MagiAttention (github.com/SandAI-org/MagiAttention).
 """
 
 from __future__ import annotations

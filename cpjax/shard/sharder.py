@@ -172,7 +172,7 @@ class Sharder:
         Raises:
             ValueError: the axis is not L long, or `fill` is needed and was not given.
         """
-        self._check(x, axis, (self.local_length,), "gather", "give this rank's own tokens")
+        self.check_local(x, axis, "gather")
         axis %= x.ndim
         if trim and self.places is not None and fill is None:
             raise ValueError(
@@ -190,6 +190,10 @@ class Sharder:
         if self.rows > 1 and axis > 0 and x.shape[axis - 1] == 1:
             x = x.reshape(*x.shape[: axis - 1], self.rows, self.length // self.rows, *x.shape[axis + 1 :])
         return x
+
+    def check_local(self, x: Any, axis: int, verb: str) -> None:
+        """Raises ValueError unless `axis` of x holds this rank's L tokens."""
+        self._check(x, axis, (self.local_length,), verb, "give this rank's own tokens")
 
     def _check_axis(self, x: Any, axis: int, verb: str) -> None:
         if not -np.ndim(x) <= axis < np.ndim(x):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from cpjax.recurrence import causal_conv
 from cpjax.shard import IGNORE, Contiguous, Packed, Sharder, Stream, Striped, Zigzag, layout_from_name, make_batch, pack
 from tests.shard.common import mesh_of, on_ranks
 
@@ -466,8 +467,6 @@ def test_u4_shards_of_the_mask_are_the_mask_and_attention_equals_the_dense_one(c
 
 
 def test_a_recurrence_refuses_a_layout_of_unequal_runs():
-    from cpjax.recurrence.conv import causal_conv
-
     sharder = pack([0, 8], Packed(2))
     with pytest.raises(ValueError, match="runs"):
         causal_conv(jnp.zeros((1, 4, 2)), jnp.zeros((2, 3)), sharder=sharder)
