@@ -10,7 +10,7 @@ import numpy as np
 
 from cpjax.shard.layout import Layout, Packed
 from cpjax.shard.packing import documents_to_cu_seqlens, pack
-from cpjax.shard.sharder import Sharder
+from cpjax.shard.sharder import Sharder, make_sharder
 
 IGNORE = -100
 """Label of a position that has no target."""
@@ -75,6 +75,7 @@ def make_batch(
         pad_id: token id of the pads.
         streams: the model's own tensors, by name: token axis and fill. May not redefine a stream of the table.
         padded_length: T, to give batches of packed documents the same shapes; the smallest possible by default.
+        axis_name: mesh axis of the cp ranks, unless a sharder says it.
 
     Returns:
         The full-length batch (numpy, T tokens along each token axis) and its sharder.
@@ -106,10 +107,12 @@ def make_batch(
     arrays["padding_mask"] = padding
     given = layout if isinstance(layout, Sharder) else None
     layout = layout.layout if isinstance(layout, Sharder) else layout
-    if given is not None and ("cu_seqlens" in arrays or given.places is not None or given.length != length):
+    if given is not None and (
+        "cu_seqlens" in arrays or given.places is not None or given.length != length or padded_length is not None
+    ):
         raise ValueError(
             f"make_batch was given a sharder of {given.layout} for S={given.length} and a batch of {length} tokens a "
-            "row: the lengths must agree, and for packed documents give the layout and cu_seqlens instead"
+            "row: the lengths must agree, and for packed documents, or another padded_length, give the layout instead"
         )
     if "cu_seqlens" in arrays or isinstance(layout, Packed):
         sharder = _pack(arrays, layout, padded_length, axis_name)
@@ -117,9 +120,7 @@ def make_batch(
         if "position_ids" not in arrays:
             arrays["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
         _default_document_ids(arrays)
-        shortest = layout.pad_length(length)
-        padded_length = shortest if padded_length is None else padded_length
-        sharder = given or Sharder(layout, length, padded_length, axis_name)
+        sharder = given or make_sharder(length, layout, axis_name, padded_length=padded_length)
     sources = sharder.sources()
     out = {}
     for name, value in arrays.items():

@@ -123,7 +123,10 @@ class Zigzag(Layout):
     runs = 2
 
     def _indices(self, local: np.ndarray, rank: Any) -> Any:
-        chunk = local.size // 2
+        return self.place(local, local.size // 2, rank)
+
+    def place(self, local: Any, chunk: Any, rank: Any) -> Any:
+        """Position of local slot `local` when chunks have `chunk` tokens; all three may be arrays."""
         head = local + rank * chunk
         tail = local + (2 * self.cp - 2 - rank) * chunk  # local - chunk is the slot inside the second chunk
         second = local >= chunk
@@ -147,7 +150,10 @@ class TableLayout(Layout):
 
     def indices(self, padded_length: int, rank: Rank) -> Any:
         """Raises ValueError: only the sharder knows."""
-        raise ValueError(f"{self} depends on the batch: ask its sharder, sharder.indices(rank)")
+        raise ValueError(
+            f"the map of {self} depends on the batch: make its sharder with make_batch, pack or dispatch, and ask "
+            "sharder.indices(rank)"
+        )
 
 
 class Packed(TableLayout):

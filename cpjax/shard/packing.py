@@ -73,9 +73,12 @@ def pack(
     places = starts[document] + before[:-1] - before[cu_seqlens[document]]
     table = None
     if isinstance(layout, Packed):
-        zigzag, ranks = Zigzag(layout.cp), np.arange(layout.cp)
-        spans = [(start, n) for start, n in zip(starts, [*padded, padded_length - total], strict=True) if n]
-        table = np.concatenate([start + zigzag.indices(int(n), ranks) for start, n in spans], 1).astype(np.int32)
+        spans = np.append(padded, padded_length - total)  # the pads at the end are split like a document
+        local = np.repeat(spans // layout.cp, spans // layout.cp)  # of every local token, its document's share
+        begin = np.repeat(starts, spans // layout.cp)
+        slot = np.arange(local.size) - begin // layout.cp
+        table = begin + Zigzag(layout.cp).place(slot, local // 2, np.arange(layout.cp)[:, None])
+        table = table.astype(np.int32)
     places = np.where(pads, -1, places).astype(np.int32)
     return Sharder(layout, length, padded_length, axis_name, rows, table, places)
 

@@ -52,11 +52,6 @@ class Sharder:
             raise ValueError(
                 f"length {self.length} does not fit the padded length {self.padded_length}: it must be 1 .. that"
             )
-        if isinstance(self.layout, TableLayout) != (self.table is not None):
-            raise ValueError(
-                f"{self.layout} was given {'no' if self.table is None else 'a'} table: layouts that depend on the "
-                "batch, and no others, need one; make their sharders with make_batch, pack or dispatch"
-            )
 
     @property
     def cp(self) -> int:
@@ -181,15 +176,16 @@ class Sharder:
             )
         if self.cp > 1:
             x = jax.lax.all_gather(x, self.axis_name, axis=axis, tiled=True)
-            x = jnp.take(x, self.inverse(), axis=axis, mode="clip", unique_indices=True)
-        if not trim:
+        if trim and self.places is not None:
+            places = jnp.asarray(self.places)
+            where = jnp.asarray(self.inverse())[jnp.maximum(places, 0)]
+            x = _take_or_fill(x, jnp.where(places < 0, -1, where), fill, axis)
+            if self.rows > 1 and axis > 0 and x.shape[axis - 1] == 1:
+                x = x.reshape(*x.shape[: axis - 1], self.rows, self.length // self.rows, *x.shape[axis + 1 :])
             return x
-        if self.places is None:
-            return jax.lax.slice_in_dim(x, 0, self.length, axis=axis)
-        x = _take_or_fill(x, self.places, fill, axis)
-        if self.rows > 1 and axis > 0 and x.shape[axis - 1] == 1:
-            x = x.reshape(*x.shape[: axis - 1], self.rows, self.length // self.rows, *x.shape[axis + 1 :])
-        return x
+        if self.cp > 1:
+            x = jnp.take(x, self.inverse(), axis=axis, mode="clip", unique_indices=True)
+        return jax.lax.slice_in_dim(x, 0, self.length, axis=axis) if trim else x
 
     def check_local(self, x: Any, axis: int, verb: str) -> None:
         """Raises ValueError unless `axis` of x holds this rank's L tokens."""
@@ -221,6 +217,12 @@ def _take_or_fill(x: jax.Array, index: Any, fill: Any, axis: int) -> jax.Array:
     return jnp.where(there, jnp.take(x, jnp.maximum(index, 0), axis=axis, mode="clip"), jnp.asarray(fill, x.dtype))
 
 
-def make_sharder(length: int, layout: Layout, axis_name: str = "cp") -> Sharder:
-    """A sharder for sequences of `length` tokens, padded to the smallest length the layout can split."""
-    return Sharder(layout, length, layout.pad_length(length), axis_name)
+def make_sharder(length: int, layout: Layout, axis_name: str = "cp", *, padded_length: int | None = None) -> Sharder:
+    """A sharder for sequences of `length` tokens, padded by default to the smallest length the layout can split.
+
+    Raises:
+        ValueError: a layout that depends on the batch, or lengths that do not fit.
+    """
+    if isinstance(layout, TableLayout):
+        layout.indices(length, 0)
+    return Sharder(layout, length, layout.pad_length(length) if padded_length is None else padded_length, axis_name)

@@ -161,7 +161,7 @@ def test_an_empty_mask_is_balanced():
         (lambda: dispatch([[0, 1, 0, 1, 0]], 0, Dispatched(2)), "at least one token"),
         (lambda: Dispatched(2, chunk_size=0), "chunk_size=0"),
         (lambda: pack([0, 4], Dispatched(2)), "use Packed"),
-        (lambda: make_batch({"input_ids": np.ones((1, 4), int)}, Dispatched(2)), "need one"),
+        (lambda: make_batch({"input_ids": np.ones((1, 4), int)}, Dispatched(2)), "depends on the batch"),
     ],
 )
 def test_misuse_raises_one_sentence(make, message):
@@ -180,8 +180,18 @@ def test_rows_are_padded_for_the_sharder_of_a_mask():
     for other, extra in ((sharder, {"cu_seqlens": [0, 14]}), (pack([0, 7], Packed(2)), {})):
         with pytest.raises(ValueError, match="was given a sharder"):
             make_batch({"input_ids": ids, **extra}, other)
-    with pytest.raises(ValueError, match="lengths must agree"):
-        make_batch({"input_ids": ids[:, :6]}, sharder)
+    for wrong in ({"batch": {"input_ids": ids[:, :6]}}, {"batch": {"input_ids": ids}, "padded_length": 12}):
+        with pytest.raises(ValueError, match="lengths must agree"):
+            make_batch(**wrong, layout=sharder)
+
+
+def test_u2_the_row_of_the_table_is_the_cp_coordinate_not_the_device_number():
+    mesh = jax.make_mesh((2, 4), ("dp", "cp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharder, _ = dispatch([[0, 16, 0, 16, CAUSAL]], 16, Dispatched(4, chunk_size=2))
+    x = jnp.stack([jnp.arange(16.0), 100 + jnp.arange(16.0)])
+    body = jax.shard_map(sharder.take_local, mesh=mesh, in_specs=P(), out_specs=P(None, "cp"), axis_names={"cp"})
+    out = jax.jit(body)(jax.device_put(x, jax.NamedSharding(mesh, P("dp"))))
+    np.testing.assert_array_equal(out, x[:, sharder.indices(np.arange(4)).ravel()])
 
 
 @jax.jit

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from cpjax.recurrence import causal_conv
-from cpjax.shard import IGNORE, Contiguous, Packed, Sharder, Stream, Striped, Zigzag, layout_from_name, make_batch, pack
+from cpjax.shard import (
+    IGNORE,
+    Contiguous,
+    Packed,
+    Sharder,
+    Stream,
+    Striped,
+    Zigzag,
+    layout_from_name,
+    make_batch,
+    make_sharder,
+    pack,
+)
 from tests.shard.common import mesh_of, on_ranks
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=6).filter(any)
@@ -103,13 +115,18 @@ S, T, CP = 24, 64, 4
 
 
 def program():
-    """Every rank's shard, and the tensor gathered back, padded and in the caller's coordinates."""
+    """Gradients of a shard and of a gather; every rank's shard; the tensor gathered back, padded and not."""
 
     @jax.jit
     def run(x, sharder):
         def body(x, sharder):
             local = sharder.shard(x, fill=-1.0)
+            weights = 1 + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+            mine = sharder.shard(weights, fill=0)
+            varying = jax.lax.pcast(x, "cp", to="varying")
             return (
+                jax.grad(lambda x: jnp.sum(mine * sharder.shard(x, fill=-1.0)))(varying)[None],
+                jax.grad(lambda local: jnp.sum(weights * sharder.gather(local, fill=-2.0)))(local)[None],
                 local[None],
                 sharder.gather(local, trim=False)[None],
                 sharder.gather(local, fill=-2.0)[None],
@@ -134,7 +151,7 @@ def test_verbs_round_trip_in_the_callers_coordinates_without_compiling_again(row
     pads = np.array([bits >> i & 1 for i in range(S)], bool)
     sharder = pack(cu, Packed(CP), padding_mask=pads, rows=rows, padded_length=T)
     x = np.arange(2.0 * S, dtype=np.float32).reshape(rows, S // rows, 2)
-    local, padded, back, again = RUN[rows](x, sharder)
+    grad_shard, grad_gather, local, padded, back, again = RUN[rows](x, sharder)
     assert RUN[rows]._cache_size() == 1, "tables are data"
     flat = x.reshape(S, 2)
     wanted = np.full((T, 2), -1.0)
@@ -144,6 +161,21 @@ def test_verbs_round_trip_in_the_callers_coordinates_without_compiling_again(row
         np.testing.assert_array_equal(padded[rank, 0], wanted)
         np.testing.assert_array_equal(back[rank], np.where(pads[:, None], -2.0, flat).reshape(x.shape))
         np.testing.assert_array_equal(again[rank], local[rank])
+
+    weights = 1 + np.arange(2.0 * S).reshape(S, 2)
+    np.testing.assert_array_equal(grad_shard.sum(0).reshape(S, 2), weights * ~pads[:, None])
+    source = sharder.sources()[sharder.indices(np.arange(CP))]
+    wanted = np.where((source < 0)[..., None], 0, CP * weights[source])  # the sum over the consumers
+    np.testing.assert_array_equal(grad_gather[:, 0], wanted)
+
+
+def test_where_both_lengths_are_the_same_the_callers_is_meant():
+    """Two pads dropped and two added: 8 tokens become 8."""
+    pads = np.array([0, 0, 0, 1, 1, 0, 0, 0], bool)
+    sharder = pack([0, 4, 8], Packed(2), padding_mask=pads)
+    assert sharder.length == sharder.padded_length == 8
+    out = on_ranks(2, lambda x: sharder.gather(sharder.shard(x, fill=-1), trim=False)[None], jnp.arange(8)[None])
+    np.testing.assert_array_equal(out[0, 0], [0, 1, 2, -1, 5, 6, 7, -1])
 
 
 def test_a_flat_tensor_without_rows_comes_back_flat():
@@ -225,10 +257,8 @@ def test_concrete_ranks_of_a_table_are_checked():
 def test_the_map_of_a_layout_that_depends_on_the_batch_is_asked_of_the_sharder():
     with pytest.raises(ValueError, match=r"sharder\.indices"):
         Packed(2).indices(8, 0)
-    with pytest.raises(ValueError, match="need one"):
-        Sharder(Packed(2), 8, 8)
-    with pytest.raises(ValueError, match="no others"):
-        Sharder(Zigzag(2), 8, 8, table=np.zeros((2, 4), np.int32))
+    with pytest.raises(ValueError, match="make_batch, pack or dispatch"):
+        make_sharder(8, Packed(2))
 
 
 @given(packings(), st.integers(0, 130))
@@ -427,30 +457,26 @@ def test_r42_features_of_visual_tokens_stay_with_their_tokens():
         assert (local_features[~local_visual] == 0).all()
 
 
+def attend(q, k, v, mask):
+    """Dense attention [S, H, D] of four query heads to two key heads in float64; no key gives 0."""
+    scores = np.einsum("qhgd,khd->hgqk", q.reshape(len(q), 2, 2, 3), k)
+    weights = np.exp(scores) * mask
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    return np.einsum("hgqk,khd->qhgd", weights, v).reshape(len(q), 4, 5)
+
+
 @pytest.mark.parametrize("cp", [2, 4])
-def test_u4_shards_of_the_mask_are_the_mask_and_attention_equals_the_dense_one(cp):
-    """Causal attention inside documents, grouped-query heads, computed rank by rank from the packed streams alone."""
-    rng, lengths = np.random.default_rng(0), [7, 11, 1, 14]
-    cu, n = boundaries(lengths), sum(lengths)
-    tokens = {
-        "q": rng.normal(size=(1, n, 4, 3)),
-        "k": rng.normal(size=(1, n, 2, 3)),
-        "v": rng.normal(size=(1, n, 2, 5)),
-    }
+@pytest.mark.parametrize("rows", [[[7, 11, 1, 14]], [[5, 3], [1, 9, 2], [12]]])
+def test_u4_r17_shards_of_the_mask_are_the_mask_and_each_row_attends_as_if_alone(cp, rows):
+    """Causal documents, computed rank by rank from the packed streams alone; rows end in pads of different number."""
+    rng, length = np.random.default_rng(0), max(map(sum, rows))
+    ids = np.stack([np.repeat([*range(1, len(row) + 1), 0], [*row, length - sum(row)]) for row in rows])
+    shapes = {"q": (4, 3), "k": (2, 3), "v": (2, 5)}
+    tokens = {name: rng.normal(size=(len(rows), length, *shape)) for name, shape in shapes.items()}
     streams = {name: Stream(1, 0) for name in tokens}
     batch, sharder = make_batch(
-        {"input_ids": np.ones((1, n), int), "cu_seqlens": cu, **tokens}, Packed(cp), streams=streams
+        {"input_ids": np.ones_like(ids), "document_ids": ids, **tokens}, Packed(cp), streams=streams
     )
-
-    def attend(q, k, v, mask):
-        scores = np.einsum("qhgd,khd->hgqk", q.reshape(len(q), 2, 2, 3), k)
-        weights = np.exp(scores) * mask
-        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-        return np.einsum("hgqk,khd->qhgd", weights, v).reshape(len(q), 4, 5)
-
-    ids = np.repeat(np.arange(len(lengths)), lengths)
-    dense_mask = (ids[:, None] == ids) & (np.arange(n)[:, None] >= np.arange(n))
-    dense = attend(*(x[0] for x in tokens.values()), dense_mask)
 
     outputs, masks = [], []
     everyone = sharder.indices(np.arange(cp)).ravel()  # keys as an all-gather brings them
@@ -462,8 +488,33 @@ def test_u4_shards_of_the_mask_are_the_mask_and_attention_equals_the_dense_one(c
         masks.append(mask)
         outputs.append(attend(batch["q"][0, mine], batch["k"][0, everyone], batch["v"][0, everyone], mask))
     back = sharder.inverse()[sharder.places]
-    np.testing.assert_array_equal(np.concatenate(masks)[back][:, back], dense_mask)
-    np.testing.assert_allclose(np.concatenate(outputs)[back], dense, rtol=1e-12)
+    mask = np.concatenate(masks)[back][:, back].reshape(*ids.shape, *ids.shape)
+    output = np.concatenate(outputs)[back].reshape(*ids.shape, 4, 5)
+    causal = np.arange(length)[:, None] >= np.arange(length)
+    for row, numbers in enumerate(ids):
+        there = numbers > 0
+        alone = (numbers[:, None] == numbers) & causal & there
+        dense = attend(*(x[row] for x in tokens.values()), alone)
+        np.testing.assert_allclose(output[row, there], dense[there], rtol=1e-12)
+        np.testing.assert_array_equal(mask[row][there][:, row][:, there], alone[there][:, there])
+        others = np.delete(mask[row][there], row, axis=1)[:, np.delete(ids, row, axis=0) > 0]
+        assert not others.any()
+
+
+def test_u1_ranks_without_a_label_and_a_document_shorter_than_cp():
+    """Documents of 20 and 36 tokens over 128 ranks: 256 slots each; local losses sum to the dense one in float64."""
+    rng, labels = np.random.default_rng(0), np.arange(1, 57)[None]
+    losses = rng.normal(size=(1, 56))
+    batch, sharder = make_batch(
+        {"input_ids": labels, "labels": labels, "losses": losses, "cu_seqlens": [0, 20, 56]},
+        Packed(128),
+        streams={"losses": Stream(1, np.nan)},
+    )
+    assert sharder.padded_length == 512 and (batch["labels"] != IGNORE).sum() == 56
+    local_labels, local = (batch[name][0, sharder.indices(np.arange(128))] for name in ("labels", "losses"))
+    sums = np.where(local_labels != IGNORE, local, 0).sum(1)
+    assert ((local_labels != IGNORE).sum(1) == 0).sum() == 128 - 36
+    np.testing.assert_allclose(sums.sum(), losses.sum(), rtol=1e-12)
 
 
 def test_a_recurrence_refuses_a_layout_of_unequal_runs():
