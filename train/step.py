@@ -231,6 +231,6 @@ def make_eval_step(
             local, mesh=mesh, in_specs=P(), out_specs=P(None, "cp"), axis_names={"cp"}, check_vma=True
         )
         by_rank = over_cp(params, frozen, batch)
-        return jnp.take(by_rank, sharder.layout.inverse(sharder.padded_length), axis=1)
+        return jnp.take(by_rank, sharder.inverse(), axis=1)
 
     return jax.jit(eval_step)

@@ -13,8 +13,8 @@ def check_tokens(caller: str, sharder: Sharder, **streams: jax.Array | None) -> 
     """Raises ValueError unless the layout holds runs and every stream [B, L, ...] has this rank's tokens."""
     if sharder.layout.runs == 0:
         raise ValueError(
-            f"{caller} was given {sharder.layout}, whose ranks do not hold consecutive tokens: "
-            "use a contiguous or zigzag layout for recurrent layers"
+            f"{caller} was given {sharder.layout}, whose ranks do not hold equal runs of consecutive tokens: use a "
+            "contiguous or zigzag layout, or cpjax.shard.convert to contiguous order before the layer and back after it"
         )
     batch = None
     for name, x in streams.items():

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cpjax.shard.layout import Layout
+from cpjax.shard.layout import Layout, Packed
+from cpjax.shard.packing import documents_to_cu_seqlens, pack
 from cpjax.shard.sharder import Sharder, make_sharder
 
 IGNORE = -100
@@ -42,13 +43,18 @@ _STREAMS: dict[str, Stream] = {
 
 def make_batch(
     batch: Mapping[str, Any],
-    layout: Layout,
+    layout: Layout | Sharder,
     *,
     pad_id: int = 0,
     streams: Mapping[str, Stream] | None = None,
+    padded_length: int | None = None,
     axis_name: str = "cp",
 ) -> tuple[dict[str, np.ndarray], Sharder]:
     """Pads a host batch to a length the layout can split; nothing is sharded yet.
+
+    With `cu_seqlens` in the batch, or under `Packed`, the rows are flattened into one row [1, T] of documents that are
+    padded one by one, see `pack`; pads of the input are dropped, documents are numbered anew over all rows, and pads
+    keep counting from the last token of their document. Otherwise rows stay rows, padded at their end.
 
     Pads are known by `padding_mask` and `document_ids`, which are always in the result, never by token value.
 
@@ -61,19 +67,23 @@ def make_batch(
     | document_ids (1-based, 0 = pad; default: one document a row) | [B, S] | 0 |
     | vision_group_ids (-1 = text) | [B, S] | -1 |
     | loss_mask (1 = counts) | [B, S] | folded into labels as -100 |
+    | cu_seqlens (document boundaries in the flattened rows), instead of document_ids | [documents + 1] | consumed |
 
     Args:
         batch: host arrays by name; exactly one of input_ids and inputs_embeds.
-        layout: decides the padded length T.
+        layout: decides the padded length T; or the sharder that `dispatch` made for these rows.
         pad_id: token id of the pads.
         streams: the model's own tensors, by name: token axis and fill. May not redefine a stream of the table.
+        padded_length: T, to give batches of packed documents the same shapes; the smallest possible by default.
+        axis_name: mesh axis of the cp ranks, unless a sharder says it.
 
     Returns:
         The full-length batch (numpy, T tokens along each token axis) and its sharder.
 
     Raises:
         ValueError: a missing or unknown stream, a stream of another length or batch size, an attention mask that is
-            not [B, S], or position ids that restart without document ids (packed documents would attend to each other).
+            not [B, S], position ids that restart without document ids (packed documents would attend to each other),
+            what `pack` refuses, or a sharder for another length.
     """
     arrays = {name: np.asarray(value) for name, value in batch.items()}
     table = dict(_STREAMS, input_ids=Stream(fill=pad_id))
@@ -95,13 +105,23 @@ def make_batch(
     _masks_to_padding(arrays, (rows, length))
     padding = arrays.setdefault("padding_mask", np.zeros((rows, length), bool)).astype(bool)
     arrays["padding_mask"] = padding
-    if "position_ids" not in arrays:
-        arrays["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
-    if "document_ids" not in arrays:
-        _refuse_restarting_positions(arrays["position_ids"], padding)
-        arrays["document_ids"] = np.where(padding, 0, 1).astype(np.int32)
-
-    sharder = make_sharder(length, layout, axis_name)
+    given = layout if isinstance(layout, Sharder) else None
+    layout = layout.layout if isinstance(layout, Sharder) else layout
+    if given is not None and (
+        "cu_seqlens" in arrays or given.places is not None or given.length != length or padded_length is not None
+    ):
+        raise ValueError(
+            f"make_batch was given a sharder of {given.layout} for S={given.length} and a batch of {length} tokens a "
+            "row: the lengths must agree, and for packed documents, or another padded_length, give the layout instead"
+        )
+    if "cu_seqlens" in arrays or isinstance(layout, Packed):
+        sharder = _pack(arrays, layout, padded_length, axis_name)
+    else:
+        if "position_ids" not in arrays:
+            arrays["position_ids"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+        _default_document_ids(arrays)
+        sharder = given or make_sharder(length, layout, axis_name, padded_length=padded_length)
+    sources = sharder.sources()
     out = {}
     for name, value in arrays.items():
         if name not in table:
@@ -109,8 +129,50 @@ def make_batch(
                 f"unknown stream {name!r} of shape {value.shape}: declare it, streams={{{name!r}: Stream(axis, fill)}} "
                 "(axis=None when it has no token axis), or drop it from the batch"
             )
-        out[name] = _pad(name, value, table[name], rows, length, sharder.padded_length)
+        out[name] = _pad(name, value, table[name], rows, length, sharder, sources)
     return out, sharder
+
+
+def _default_document_ids(arrays: dict[str, np.ndarray]) -> None:
+    if "document_ids" not in arrays:
+        if "position_ids" in arrays:
+            _refuse_restarting_positions(arrays["position_ids"], arrays["padding_mask"])
+        arrays["document_ids"] = np.where(arrays["padding_mask"], 0, 1).astype(np.int32)
+
+
+def _pack(arrays: dict[str, np.ndarray], layout: Layout, padded_length: int | None, axis_name: str) -> Sharder:
+    """The sharder of packed documents; sets document and, by default, position ids [B, S]."""
+    padding = arrays["padding_mask"]
+    if "cu_seqlens" in arrays:
+        cu_seqlens = arrays.pop("cu_seqlens")
+        if "document_ids" in arrays:
+            raise ValueError("the batch holds both cu_seqlens and document_ids: give one of them")
+        if cu_seqlens.reshape(-1)[-1:] != padding.size:
+            raise ValueError(
+                f"cu_seqlens ends at {cu_seqlens.reshape(-1)[-1:].tolist()}: it must end at {padding.size}, the "
+                f"tokens of all {len(padding)} rows, pads included"
+            )
+    else:
+        _default_document_ids(arrays)
+        ids = arrays["document_ids"]
+        if ids.shape != padding.shape:
+            raise ValueError(f"document_ids has shape {ids.shape}: it must be {padding.shape}")
+        padding = arrays["padding_mask"] = padding | (ids == 0)
+        cu_seqlens = documents_to_cu_seqlens(ids, padding)
+    sharder = pack(
+        cu_seqlens,
+        layout,
+        padding_mask=padding,
+        rows=len(padding),
+        padded_length=padded_length,
+        axis_name=axis_name,
+    )
+    document = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))
+    arrays["document_ids"] = np.where(padding, 0, 1 + document.reshape(padding.shape)).astype(np.int32)
+    if "position_ids" not in arrays:
+        before = np.cumsum(~padding) - ~padding.reshape(-1)
+        arrays["position_ids"] = (before - before[cu_seqlens[document]]).reshape(padding.shape).astype(np.int32)
+    return sharder
 
 
 def _masks_to_padding(arrays: dict[str, np.ndarray], shape: tuple[int, int]) -> None:
@@ -147,7 +209,10 @@ def _refuse_restarting_positions(position_ids: np.ndarray, padding: np.ndarray) 
         )
 
 
-def _pad(name: str, value: np.ndarray, stream: Stream, rows: int, length: int, padded_length: int) -> np.ndarray:
+def _pad(
+    name: str, value: np.ndarray, stream: Stream, rows: int, length: int, sharder: Sharder, sources: np.ndarray
+) -> np.ndarray:
+    """The stream with the tokens `sources` [T] of its (flattened, if the sharder packs) rows, and pads."""
     if stream.axis is None:
         return value
     axis = stream.axis if stream.axis >= 0 else value.ndim + stream.axis
@@ -155,15 +220,20 @@ def _pad(name: str, value: np.ndarray, stream: Stream, rows: int, length: int, p
         raise ValueError(
             f"stream {name!r} has shape {value.shape}: axis {stream.axis} must hold the {length} tokens of the batch"
         )
-    if axis > 0 and value.shape[axis - 1] != rows:
+    if value.shape[axis - 1] != rows if axis else sharder.rows > 1:
         raise ValueError(
             f"stream {name!r} has shape {value.shape}: the axis before its tokens must hold the {rows} rows "
             "of the batch"
         )
-    missing = padded_length - length
-    widths = [(0, missing if i == axis else 0) for i in range(value.ndim)]
+    if sharder.rows > 1:
+        value = value.reshape(*value.shape[: axis - 1], 1, rows * length, *value.shape[axis + 1 :])
+    pads = np.flatnonzero(sources < 0)
+    last = np.maximum.accumulate(np.where(sources < 0, -1, np.arange(sources.size)))  # place of the last token
+    out = np.take(value, sources[np.maximum(last, 0)], axis=axis)
+    tokens = np.moveaxis(out, axis, 0)
     if stream.fill != "continue":
-        return np.pad(value, widths, constant_values=stream.fill)  # type: ignore[arg-type]
-    last = np.take(value, [-1], axis=axis)
-    steps = np.arange(1, missing + 1, dtype=value.dtype).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
-    return np.concatenate([value, last + steps], axis=axis)
+        tokens[pads] = stream.fill
+    else:
+        steps = (pads - last[pads]).astype(value.dtype)
+        tokens[pads] += steps.reshape(-1, *[1] * (value.ndim - 1))
+    return out

@@ -2,6 +2,8 @@
 
 A layout is one function, `indices(T, rank)`: the global positions of a rank's tokens in local order. Everything
 else (inverse, positions, masks, pictures) derives from it. `T` is the padded global length, `L = T / cp` the local one.
+Where the map depends on the batch (`TableLayout`), the sharder holds it: code that must work for every layout asks
+`Sharder.indices(rank)`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Rank = Any  # a Python int, a numpy array of ranks, or a traced integer (`lax.axis_index`)
@@ -65,16 +68,25 @@ class Layout:
         >>> Zigzag(2).indices(8, 0)
         array([0, 1, 6, 7], dtype=int32)
         """
+        self.check_length(padded_length)
+        rank = self.check_rank(rank)
+        return self._indices(np.arange(padded_length // self.cp, dtype=np.int32), rank[..., None])
+
+    def check_length(self, padded_length: int) -> None:
+        """Raises ValueError unless T is a multiple of `divisor`."""
         if padded_length < 1 or padded_length % self.divisor:
             raise ValueError(
                 f"length {padded_length} cannot be split by {self}: it must be a multiple of {self.divisor}; "
                 f"pad it to {self.pad_length(max(padded_length, 1))}"
             )
+
+    def check_rank(self, rank: Rank) -> Any:
+        """`rank` as an array; raises ValueError if a concrete one lies outside 0 .. cp-1."""
         if not isinstance(rank, jax.Array):
             rank = np.asarray(rank, np.int32)
             if ((rank < 0) | (rank >= self.cp)).any():
                 raise ValueError(f"rank {rank} given to {self}: ranks go from 0 to {self.cp - 1}")
-        return self._indices(np.arange(padded_length // self.cp, dtype=np.int32), rank[..., None])
+        return rank
 
     def _indices(self, local: np.ndarray, rank: Any) -> Any:
         """`indices` for local slots 0 .. L-1 and ranks with a trailing axis of one."""
@@ -82,10 +94,7 @@ class Layout:
 
     def inverse(self, padded_length: int) -> np.ndarray:
         """int32 [T]: where each global position lies in the concatenation of all ranks' tokens."""
-        order = self.indices(padded_length, np.arange(self.cp)).reshape(-1)
-        inverse = np.empty(padded_length, np.int32)
-        inverse[order] = np.arange(padded_length, dtype=np.int32)
-        return inverse
+        return invert(self.indices(padded_length, np.arange(self.cp)), padded_length)
 
     def run_starts(self, padded_length: int, rank: Rank) -> Any:
         """Global position of the first token of each local run, int32 [..., runs]."""
@@ -114,7 +123,10 @@ class Zigzag(Layout):
     runs = 2
 
     def _indices(self, local: np.ndarray, rank: Any) -> Any:
-        chunk = local.size // 2
+        return self.place(local, local.size // 2, rank)
+
+    def place(self, local: Any, chunk: Any, rank: Any) -> Any:
+        """Position of local slot `local` when chunks have `chunk` tokens; all three may be arrays."""
         head = local + rank * chunk
         tail = local + (2 * self.cp - 2 - rank) * chunk  # local - chunk is the slot inside the second chunk
         second = local >= chunk
@@ -129,6 +141,53 @@ class Striped(Layout):
 
     def _indices(self, local: np.ndarray, rank: Any) -> Any:
         return local * self.cp + rank
+
+
+class TableLayout(Layout):
+    """Base of layouts whose map depends on the batch: a table int32 [cp, L] in the sharder, passed as data."""
+
+    runs = 0
+
+    def indices(self, padded_length: int, rank: Rank) -> Any:
+        """Raises ValueError: only the sharder knows."""
+        raise ValueError(
+            f"the map of {self} depends on the batch: make its sharder with make_batch, pack or dispatch, and ask "
+            "sharder.indices(rank)"
+        )
+
+
+class Packed(TableLayout):
+    """Zigzag inside each document of a packed stream, so that every document's attention is balanced by itself.
+
+    Each document is padded to a multiple of `divisor`. Sharders: `make_batch`, `pack`.
+    """
+
+    name = "packed"
+
+    @property
+    def divisor(self) -> int:
+        return Zigzag(self.cp, self.multiple).divisor
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched(TableLayout):
+    """Chunks of `chunk_size` tokens, equally many for each rank, chosen to balance the area of a mask of slices.
+
+    Sharders: `dispatch`.
+    """
+
+    chunk_size: int = 512
+
+    name: ClassVar[str] = "dispatched"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ValueError(f"chunk_size={self.chunk_size!r} given to Dispatched: it must be an integer >= 1")
+
+    @property
+    def divisor(self) -> int:
+        return self.cp * math.lcm(self.chunk_size, self.multiple)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +208,13 @@ class Identity(Layout):
         return local + rank * 0
 
 
-_LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Identity, Contiguous, Zigzag, Striped)}
+_LAYOUTS: dict[str, type[Layout]] = {
+    cls.name: cls for cls in (Identity, Contiguous, Zigzag, Striped, Packed, Dispatched)
+}
 
 
 def layout_from_name(name: str, cp: int, multiple: int = 1) -> Layout:
-    """The layout called `name` ("identity", "contiguous", "zigzag", "striped"); cp = 1 always gives `Identity`.
+    """The layout called `name`, one of identity, contiguous, zigzag, striped, packed, dispatched; cp = 1: `Identity`.
 
     Raises:
         ValueError: an unknown name, or "identity" with cp > 1.
@@ -162,3 +223,18 @@ def layout_from_name(name: str, cp: int, multiple: int = 1) -> Layout:
         raise ValueError(f"unknown layout {name!r}: choose one of {', '.join(sorted(_LAYOUTS))}")
     cls = Identity if cp == 1 else _LAYOUTS[name]
     return cls(cp=cp, multiple=multiple)
+
+
+def invert(order: Any, size: int) -> Any:
+    """int32 [size]: where each of 0 .. size - 1 stands in the flattened `order`, -1 for those missing.
+
+    Negative entries of `order` are left out. NumPy gives NumPy, a JAX array a JAX array.
+    """
+    order = order.reshape(-1)
+    if isinstance(order, jax.Array):
+        where = jnp.where(order < 0, size, order)  # out of bounds, hence dropped
+        slots = jnp.arange(order.size, dtype=jnp.int32)
+        return jnp.full(size, -1, jnp.int32).at[where].set(slots, mode="drop")
+    inverse = np.full(size, -1, np.int32)
+    inverse[order[order >= 0]] = np.flatnonzero(order >= 0)
+    return inverse

@@ -10,36 +10,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cpjax.shard.layout import Layout
+from cpjax.shard.layout import Contiguous, Layout, Rank, TableLayout, invert
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[],
-    meta_fields=["layout", "length", "padded_length", "axis_name"],
+    data_fields=["table", "places"],
+    meta_fields=["layout", "length", "padded_length", "axis_name", "rows"],
 )
 @dataclasses.dataclass(frozen=True)
 class Sharder:
     """Moves tensors between the caller's sequence and this rank's part of it.
 
     The verbs are called inside the body of a `jax.shard_map` that is manual over `axis_name`; with cp = 1 they
-    need no mesh. All fields are static, so a new length is a new trace, never a silent mis-shard.
+    need no mesh. Lengths are static, so a new length is a new trace, never a silent mis-shard. What depends on the
+    batch, `table` and `places`, is data: pass such a sharder to `jax.jit` as an argument, and a new batch is no new
+    trace.
 
     Attributes:
         layout: who owns which token.
         length: S, the caller's length.
-        padded_length: T >= S, a multiple of `layout.divisor`.
+        padded_length: T >= S, a multiple of `layout.divisor`; any T if there are `places`.
         axis_name: mesh axis of the cp ranks.
+        rows: input rows that were flattened into the one sequence of S tokens; 1: no rows were flattened.
+        table: int32 [cp, L], each row ascending: the map of a layout that depends on the batch, else None.
+        places: int32 [S], where in 0 .. T-1 each of the caller's tokens went, -1 for a pad that was dropped; None if
+            token i stays at i.
     """
 
     layout: Layout
     length: int
     padded_length: int
     axis_name: str = "cp"
+    rows: int = 1
+    table: Any = None
+    places: Any = None
 
     def __post_init__(self) -> None:
-        self.layout.indices(self.padded_length, 0)  # raises when T is not divisible
-        if not 1 <= self.length <= self.padded_length:
+        self.layout.check_length(self.padded_length)
+        if self.length < 1 or (self.places is None and self.length > self.padded_length):
             raise ValueError(
                 f"length {self.length} does not fit the padded length {self.padded_length}: it must be 1 .. that"
             )
@@ -57,9 +66,39 @@ class Sharder:
         """This rank's number: traced inside `shard_map`, 0 when cp = 1."""
         return jax.lax.axis_index(self.axis_name) if self.cp > 1 else 0
 
+    def indices(self, rank: Rank) -> Any:
+        """Global position of each token of a rank, in local order and always ascending: the one map of all layouts.
+
+        Args:
+            rank: int, numpy ranks [...], or a traced integer.
+
+        Returns:
+            int32 [..., L]; NumPy if the rank, and the table if there is one, are concrete.
+
+        Raises:
+            ValueError: a concrete rank outside 0 .. cp-1.
+        """
+        if self.table is None:
+            return self.layout.indices(self.padded_length, rank)
+        rank = self.layout.check_rank(rank)
+        return (jnp.asarray(self.table) if isinstance(rank, jax.Array) else self.table)[rank]
+
     def positions(self) -> jax.Array:
         """int32 [L]: global position of each of this rank's tokens."""
-        return jnp.asarray(self.layout.indices(self.padded_length, self.rank()))
+        return jnp.asarray(self.indices(self.rank()))
+
+    def inverse(self) -> Any:
+        """int32 [T]: where each global position lies in the concatenation of all ranks' tokens."""
+        return invert(self.indices(np.arange(self.cp)), self.padded_length)
+
+    def sources(self) -> Any:
+        """int32 [T]: which of the caller's S tokens lies at each global position, -1 for a pad."""
+        places = np.arange(self.length, dtype=np.int32) if self.places is None else self.places
+        return invert(places, self.padded_length)
+
+    def contiguous(self) -> Sharder:
+        """The same tokens and lengths in contiguous order, for `convert`."""
+        return dataclasses.replace(self, layout=Contiguous(self.cp), table=None)
 
     def take_local(self, x: jax.Array, axis: int = 1) -> jax.Array:
         """This rank's tokens of a full-length tensor; differentiable.
@@ -85,29 +124,35 @@ class Sharder:
         """This rank's tokens of a tensor in the caller's coordinates.
 
         Args:
-            x: [..., S, ...] or [..., T, ...] along `axis`.
-            fill: value of the T - S pad tokens; required when x is S long and S < T.
+            x: [..., S, ...] or [..., T, ...] along `axis` (S is meant if both are the same and tokens have `places`);
+                or, where rows were flattened, [..., rows, S / rows, ...] with the tokens along `axis`.
+            fill: value of pad tokens; required when x is S long and there may be pads.
 
         Returns:
-            [..., L, ...].
+            [..., L, ...]; flattened rows are one row, [..., 1, L, ...].
 
         Raises:
             ValueError: any other length, or padding is needed and `fill` was not given.
         """
+        self._check_axis(x, axis, "shard")
+        axis %= np.ndim(x)
+        if self.rows > 1 and np.shape(x)[max(axis - 1, 0) : axis + 1] == (self.rows, self.length // self.rows):
+            x = x.reshape(*x.shape[: axis - 1], 1, self.length, *x.shape[axis + 1 :])
         self._check(x, axis, (self.length, self.padded_length), "shard", "give the tensor in one of these lengths")
-        missing = self.padded_length - x.shape[axis]
-        if missing:
-            if fill is None:
-                raise ValueError(
-                    f"shard was given {x.shape[axis]} tokens and must pad them to {self.padded_length}: say with which "
-                    "value, fill=..."
-                )
-            widths = [(0, 0)] * x.ndim
-            widths[axis] = (0, missing)
-            x = jnp.pad(x, widths, constant_values=fill)
-        return self.take_local(x, axis)
+        if x.shape[axis] != self.length or (self.places is None and self.length == self.padded_length):
+            return self.take_local(x, axis)
+        if fill is None:
+            raise ValueError(
+                f"shard was given {x.shape[axis]} tokens and must pad them to {self.padded_length}: say with which "
+                "value, fill=..."
+            )
+        if self.places is not None:
+            return _take_or_fill(x, jnp.asarray(self.sources())[self.positions()], fill, axis)
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, self.padded_length - self.length)
+        return self.take_local(jnp.pad(x, widths, constant_values=fill), axis)
 
-    def gather(self, x: jax.Array, *, axis: int = 1, trim: bool = True) -> jax.Array:
+    def gather(self, x: jax.Array, *, axis: int = 1, trim: bool = True, fill: Any = None) -> jax.Array:
         """All ranks' tokens in global order; differentiable.
 
         Every rank gets the full tensor. The gradient is the SUM over the ranks that consume it: a loss computed
@@ -115,29 +160,69 @@ class Sharder:
 
         Args:
             x: [..., L, ...] along `axis`.
-            trim: drop the pads, so that the result is S long instead of T.
+            trim: give it in the caller's coordinates, S long, instead of T: pads are dropped, tokens go back to where
+                they came from, and [..., 1, L, ...] of flattened rows becomes [..., rows, S / rows, ...].
+            fill: value at the caller's pads that were dropped; required to trim where tokens have `places`.
 
         Raises:
-            ValueError: the axis is not L long.
+            ValueError: the axis is not L long, or `fill` is needed and was not given.
         """
-        self._check(x, axis, (self.local_length,), "gather", "give this rank's own tokens")
+        self.check_local(x, axis, "gather")
+        axis %= x.ndim
+        if trim and self.places is not None and fill is None:
+            raise ValueError(
+                "gather was asked for the caller's coordinates, of which pads may have been dropped: say which value "
+                "these get, fill=..., or keep the padded sequence, trim=False"
+            )
         if self.cp > 1:
-            x = jax.lax.all_gather(x, self.axis_name, axis=axis % x.ndim, tiled=True)
-            x = jnp.take(x, self.layout.inverse(self.padded_length), axis=axis, mode="clip", unique_indices=True)
+            x = jax.lax.all_gather(x, self.axis_name, axis=axis, tiled=True)
+        if trim and self.places is not None:
+            places = jnp.asarray(self.places)
+            where = jnp.asarray(self.inverse())[jnp.maximum(places, 0)]
+            x = _take_or_fill(x, jnp.where(places < 0, -1, where), fill, axis)
+            if self.rows > 1 and axis > 0 and x.shape[axis - 1] == 1:
+                x = x.reshape(*x.shape[: axis - 1], self.rows, self.length // self.rows, *x.shape[axis + 1 :])
+            return x
+        if self.cp > 1:
+            x = jnp.take(x, self.inverse(), axis=axis, mode="clip", unique_indices=True)
         return jax.lax.slice_in_dim(x, 0, self.length, axis=axis) if trim else x
 
+    def check_local(self, x: Any, axis: int, verb: str) -> None:
+        """Raises ValueError unless `axis` of x holds this rank's L tokens."""
+        self._check(x, axis, (self.local_length,), verb, "give this rank's own tokens")
+
+    def _check_axis(self, x: Any, axis: int, verb: str) -> None:
+        if not -np.ndim(x) <= axis < np.ndim(x):
+            raise ValueError(
+                f"{verb} was given shape {np.shape(x)}, which has no axis {axis}: name the token axis, axis=..."
+            )
+
     def _check(self, x: Any, axis: int, lengths: tuple[int, ...], verb: str, hint: str) -> None:
+        self._check_axis(x, axis, verb)
         shape = np.shape(x)
-        if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"{verb} was given shape {shape}, which has no axis {axis}: name the token axis, axis=...")
         if shape[axis] not in lengths:
             wanted = " or ".join(str(n) for n in dict.fromkeys(lengths))
+            if verb == "shard" and self.rows > 1:
+                wanted += f" (or {self.rows} rows of {self.length // self.rows})"
             raise ValueError(
                 f"{verb} was given {shape[axis]} tokens on axis {axis} of shape {shape}, but {self.layout} over "
                 f"S={self.length}, T={self.padded_length} needs {wanted}: {hint}"
             )
 
 
-def make_sharder(length: int, layout: Layout, axis_name: str = "cp") -> Sharder:
-    """A sharder for sequences of `length` tokens, padded to the smallest length the layout can split."""
-    return Sharder(layout, length, layout.pad_length(length), axis_name)
+def _take_or_fill(x: jax.Array, index: Any, fill: Any, axis: int) -> jax.Array:
+    """x at `index` along `axis`, `fill` where the index is negative."""
+    index = jnp.asarray(index)
+    there = (index >= 0).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
+    return jnp.where(there, jnp.take(x, jnp.maximum(index, 0), axis=axis, mode="clip"), jnp.asarray(fill, x.dtype))
+
+
+def make_sharder(length: int, layout: Layout, axis_name: str = "cp", *, padded_length: int | None = None) -> Sharder:
+    """A sharder for sequences of `length` tokens, padded by default to the smallest length the layout can split.
+
+    Raises:
+        ValueError: a layout that depends on the batch, or lengths that do not fit.
+    """
+    if isinstance(layout, TableLayout):
+        layout.indices(length, 0)
+    return Sharder(layout, length, layout.pad_length(length) if padded_length is None else padded_length, axis_name)
