@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +63,25 @@ def shift_runs(x: jax.Array, distance: int, sharder: Sharder) -> jax.Array:
                 total += x[:, source] if cp == 1 else jax.lax.ppermute(x[:, source], sharder.axis_name, pairs)
         shifted.append(total)
     return jnp.stack(shifted, axis=1)
+
+
+def prefix_runs(maps: jax.Array, compose: Callable[[jax.Array, jax.Array], jax.Array], sharder: Sharder) -> jax.Array:
+    """The affine map of a state over all runs up to each local one; not for the last of all, which nothing follows.
+
+    A parallel prefix in log2(cp runs) exchanges (Hillis and Steele, 1986), whose size is that of one map.
+
+    Args:
+        maps: [B, runs, ...], the map over each run by itself; all zeros must be the map to the zero state.
+        compose: (later, earlier) -> the map that applies `earlier` first.
+
+    Returns:
+        [B, runs, ...].
+    """
+    distance = 1  # how many runs, up to and including itself, each map stands for
+    while distance < sharder.cp * sharder.layout.runs - 1:
+        maps = compose(maps, shift_runs(maps, distance, sharder))  # before the sequence: zeros
+        distance *= 2
+    return maps
 
 
 def before_runs(x: jax.Array, count: int, sharder: Sharder) -> jax.Array:
