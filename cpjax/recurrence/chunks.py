@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from cpjax.recurrence.runs import before_runs, continues, split_runs
+from cpjax.sequence import halo
+from cpjax.sequence.runs import split_runs
 from cpjax.shard import Sharder
 
 
@@ -39,8 +40,8 @@ def chunk_resets(document_ids: jax.Array | None, size: int, sharder: Sharder) ->
     """
     if document_ids is None:
         return None
-    ids = split_runs(document_ids, sharder)
-    starts = ~continues(ids, before_runs(ids, 1, sharder))
+    ids = halo(document_ids, 1, 0, sharder=sharder)
+    starts = ids[:, :, 1:] != ids[:, :, :-1]
     return split_chunks(starts.reshape(document_ids.shape)[..., None], size, sharder)
 
 

@@ -29,7 +29,7 @@ from cpjax.recurrence.chunks import (
     precise_matmul,
     split_chunks,
 )
-from cpjax.recurrence.runs import check_tokens, prefix_runs, shift_runs
+from cpjax.sequence.runs import check_tokens, prefix_runs, shift_runs
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from cpjax.recurrence.chunks import chunk_length, chunk_resets, decays, join_chunks, split_chunks
-from cpjax.recurrence.runs import check_tokens, prefix_runs, shift_runs
+from cpjax.sequence.runs import check_tokens, prefix_runs, shift_runs
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 

@@ -1,4 +1,4 @@
-"""Runs: the stretches of consecutive tokens a rank holds, and what precedes each of them in global order."""
+"""Runs: the stretches of consecutive tokens a rank holds, and how they hand things on in global order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_tokens(caller: str, sharder: Sharder, **streams: jax.Array | None) -> 
     if sharder.layout.runs == 0:
         raise ValueError(
             f"{caller} was given {sharder.layout}, whose ranks do not hold consecutive tokens: "
-            "use a contiguous or zigzag layout for recurrent layers"
+            "use a contiguous or zigzag layout"
         )
     batch = None
     for name, x in streams.items():
@@ -40,6 +40,7 @@ def split_runs(x: jax.Array, sharder: Sharder) -> jax.Array:
 def shift_runs(x: jax.Array, distance: int, sharder: Sharder) -> jax.Array:
     """Gives run n of the global order what run n - distance holds; zeros where there is no such run; differentiable.
 
+    A negative distance looks ahead.
     A run's entry must not grow with the sequence length. Made of `ppermute`, not `all_gather`: the partitioner keeps
     rows that are sharded over other, automatic, mesh axes where they are for the former only.
 
@@ -49,6 +50,8 @@ def shift_runs(x: jax.Array, distance: int, sharder: Sharder) -> jax.Array:
     Returns:
         [B, runs, ...].
     """
+    if distance == 0:
+        return x
     cp, runs = sharder.cp, sharder.layout.runs
     starts = sharder.layout.run_starts(sharder.padded_length, np.arange(cp))
     numbers = starts // (sharder.local_length // runs)  # [cp, runs]
@@ -82,32 +85,3 @@ def prefix_runs(maps: jax.Array, compose: Callable[[jax.Array, jax.Array], jax.A
         maps = compose(maps, shift_runs(maps, distance, sharder))  # before the sequence: zeros
         distance *= 2
     return maps
-
-
-def before_runs(x: jax.Array, count: int, sharder: Sharder) -> jax.Array:
-    """The `count` tokens before each local run in global order, zeros before the sequence; only run tails travel.
-
-    Args:
-        x: [B, runs, L / runs, ...], from `split_runs`.
-
-    Returns:
-        [B, runs, count, ...].
-    """
-    tail = min(count, x.shape[2])  # a run shorter than `count` is its own tail, and several are needed
-    tails = x[:, :, x.shape[2] - tail :]
-    hops = range(-(-count // tail), 0, -1)
-    return jnp.concatenate([shift_runs(tails, hop, sharder) for hop in hops], axis=2)[:, :, -count:]
-
-
-def continues(document_ids: jax.Array, before: jax.Array) -> jax.Array:
-    """Whether each token is of the same document as the one before it.
-
-    Args:
-        document_ids: [B, runs, M] of the run's tokens.
-        before: [B, runs, count >= 1] of the tokens before the run.
-
-    Returns:
-        bool [B, runs, count - 1 + M], for the last count - 1 tokens before the run and the run's own.
-    """
-    ids = jnp.concatenate([before, document_ids], axis=2)
-    return ids[:, :, 1:] == ids[:, :, :-1]
