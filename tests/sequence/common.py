@@ -1,11 +1,14 @@
 """Running sequence tools on the ranks of a layout."""
 
 import dataclasses
+import functools
+import re
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.shard import Contiguous, Identity, Layout, Striped, Zigzag, make_sharder
@@ -29,6 +32,11 @@ class Scattered(Layout):
 LAYOUTS = [*RUNS, Striped(2), Striped(4), Scattered(3)]
 
 
+def mesh_of(layout):
+    devices = jax.devices()[: layout.cp]
+    return jax.make_mesh((layout.cp,), ("cp",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def on_ranks(op, layout, length, *full):
     """`op(sharder, *local)` on every rank; its outputs with a leading axis of ranks.
 
@@ -42,9 +50,7 @@ def on_ranks(op, layout, length, *full):
 
     if layout.cp == 1:
         return jax.jit(body)(full)
-    mesh = jax.make_mesh(
-        (layout.cp,), ("cp",), devices=jax.devices()[: layout.cp], axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = mesh_of(layout)
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("cp"), axis_names={"cp"}))(full)
 
 
@@ -59,3 +65,16 @@ def random_documents(draw_lengths, pads=0):
     """int32 [1, S]: documents of these lengths, then pads (id 0)."""
     ids = np.repeat(np.arange(1, len(draw_lengths) + 1), draw_lengths)
     return np.concatenate([ids, np.zeros(pads, int)]).astype(np.int32)[None]
+
+
+def moved_bytes(op, layout, length, dtype=jnp.float32):
+    """Bytes of each collective of `op(sharder, x)` for x [1, length, 8], by kind, in order of size."""
+    sharder = make_sharder(length, layout)
+    mesh = mesh_of(layout)
+    spec = P(None, "cp")
+    run = jax.shard_map(functools.partial(op, sharder), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"cp"})
+    x = jax.ShapeDtypeStruct((1, length, 8), dtype, sharding=NamedSharding(mesh, spec))
+    text = jax.jit(run).lower(x).compile().as_text()
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    found = re.findall(rf"= \(?f32\[([\d,]*)\].*? ({kinds})(?:-start)?\(", text)
+    return sorted((kind, 4 * int(np.prod([int(n) for n in shape.split(",")]))) for shape, kind in found)

@@ -1,20 +1,15 @@
 """Halos and shifts in global order, on every layout."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from cpjax.sequence import halo, shift
 from cpjax.shard import Contiguous, Identity, Striped, Zigzag, make_sharder
-from tests.sequence.common import LAYOUTS, RUNS, Scattered, in_order, on_ranks, random_documents
+from tests.sequence.common import LAYOUTS, RUNS, Scattered, in_order, moved_bytes, on_ranks, random_documents
 
 DEPTHS = (0, 1, -1, 3, -4, 17, -100)
 
@@ -91,21 +86,6 @@ def test_gradient_of_a_halo_returns_to_the_owner(layout):
     for start in range(0, 16, 4):
         counts[max(start - 5, 0) : start + 6] += 1
     np.testing.assert_array_equal(got[0], counts)
-
-
-def moved_bytes(op, layout, length, dtype=jnp.float32):
-    """Bytes of each collective of `op(sharder, x)` for x [1, length, 8], by kind, in order of size."""
-    sharder = make_sharder(length, layout)
-    mesh = jax.make_mesh(
-        (layout.cp,), ("cp",), devices=jax.devices()[: layout.cp], axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    spec = P(None, "cp")
-    run = jax.shard_map(functools.partial(op, sharder), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"cp"})
-    x = jax.ShapeDtypeStruct((1, length, 8), dtype, sharding=NamedSharding(mesh, spec))
-    text = jax.jit(run).lower(x).compile().as_text()
-    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
-    found = re.findall(rf"= \(?f32\[([\d,]*)\].*? ({kinds})(?:-start)?\(", text)
-    return sorted((kind, 4 * int(np.prod([int(n) for n in shape.split(",")]))) for shape, kind in found)
 
 
 @pytest.mark.parametrize(("layout", "slots"), [(Contiguous(4), 1), (Zigzag(4), 2)], ids=str)
