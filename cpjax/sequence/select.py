@@ -176,12 +176,13 @@ def take_keys(x: jax.Array | Windows, positions: jax.Array, *, sharder: Sharder)
         [B, Q, count, ...]; zeros where no row stands, as at -1.
     """
     rows = x.values if isinstance(x, Windows) else x
-    first = x.first if isinstance(x, Windows) else sharder.positions()
-    if positions.ndim != 3 or rows.ndim < 2 or rows.shape[:2] != (positions.shape[0], first.shape[0]):
+    wanted = x.first.shape[0] if isinstance(x, Windows) else sharder.local_length
+    if positions.ndim != 3 or rows.ndim < 2 or rows.shape[:2] != (positions.shape[0], wanted):
         raise ValueError(
-            f"take_keys was given x {rows.shape} and positions {positions.shape}, but ranks hold {first.shape[0]} "
-            "rows: it needs x [B, L, ...] of this rank's own tokens, or pools, and positions [B, Q, count]"
+            f"take_keys was given x {rows.shape} and positions {positions.shape}, but ranks hold {wanted} rows: it "
+            "needs x [B, L, ...] of this rank's own tokens, or pools, and positions [B, Q, count]"
         )
+    first = x.first if isinstance(x, Windows) else sharder.positions()
 
     def meet(out: jax.Array, held: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, first = held
@@ -276,7 +277,8 @@ def _around_the_ring(meet: Callable[[Any, Any], Any], state: Any, held: Any, sha
         following = jax.tree.map(lambda x: lax.ppermute(x, sharder.axis_name, pairs), held)  # hidden by `meet`
         return (meet(state, held), following), None
 
-    (state, held), _ = lax.scan(hop, (state, held), length=sharder.cp - 1)
+    if sharder.cp > 1:
+        (state, held), _ = lax.scan(hop, (state, held), length=sharder.cp - 1)
     return meet(state, held)
 
 

@@ -69,7 +69,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(select, "_TILE", 5)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @cases
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_keys_are_the_dense_selection(layout, lengths, pads, mask, ties, count):
@@ -86,12 +86,12 @@ def test_keys_are_the_dense_selection(layout, lengths, pads, mask, ties, count):
     np.testing.assert_array_equal(got, dense_keys(*inputs, count, "causal" in mask, ids))
 
 
-@settings(max_examples=3)
+@settings(max_examples=5)
 @cases
-@pytest.mark.parametrize("block", [1, 3, 4])
 @pytest.mark.parametrize("layout", RUNS[1::2], ids=str)
-def test_blocks_are_the_dense_selection(layout, block, lengths, pads, mask, ties, count):
+def test_blocks_are_the_dense_selection(layout, lengths, pads, mask, ties, count):
     """Blocks that straddle ranks and runs included."""
+    block = 1 + len(lengths)
     ids = random_documents(lengths, pads)
     q, k, _ = index_inputs(ids.shape[1], ties, dtype=np.float64)
     ids, local = ids if "documents" in mask else None, count % 3
@@ -173,7 +173,7 @@ def compiled(layout: Layout, length, count=4):
 
 
 def test_scores_of_all_pairs_are_never_held(monkeypatch):
-    """At L = 480 of T = 1920, tiles of 40: no array of more than L (heads width + count) entries; keys go round once."""
+    """At L = 480 of T = 1920, tiles of 40: arrays of some L (heads width + count) entries; keys go round once."""
     monkeypatch.setattr(select, "_TILE", 40)
     program = compiled(Zigzag(4), 1920)
     text = program.as_text()
