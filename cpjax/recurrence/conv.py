@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from cpjax.recurrence.runs import before_runs, check_tokens, continues, split_runs
+from cpjax.sequence import halo
+from cpjax.sequence.runs import check_tokens
 from cpjax.shard import Sharder
 
 
@@ -33,22 +34,22 @@ def causal_conv(
             f"causal_conv was given x {x.shape} and weight {weight.shape}: "
             "it needs x [B, L, C] and weight [C, W] with the same C and W >= 1"
         )
-    halo = weight.shape[1] - 1
-    runs = split_runs(x, sharder)
+    before = weight.shape[1] - 1
+    runs = halo(x, before, 0, sharder=sharder)
     same = None
-    if halo > 0:
-        runs = jnp.concatenate([before_runs(runs, halo, sharder), runs], axis=2)
-        same = None
-        if document_ids is not None:
-            ids = split_runs(document_ids, sharder)
-            same = continues(ids, before_runs(ids, halo, sharder))
+    if document_ids is not None and before > 0:
+        ids = halo(document_ids, before, 0, sharder=sharder)
+        same = ids[:, :, 1:] == ids[:, :, :-1]
     return _taps(runs, weight, same).reshape(x.shape).astype(x.dtype)
 
 
 # The products of all taps would be kept for the backward pass; recomputed, only x is.
 @jax.checkpoint
 def _taps(x: jax.Array, weight: jax.Array, same: jax.Array | None) -> jax.Array:
-    """[B, runs, W - 1 + M, C] -> [B, runs, M, C]; `same` bool [B, runs, W - 2 + M] as from `continues`."""
+    """[B, runs, W - 1 + M, C] -> [B, runs, M, C].
+
+    `same` bool [B, runs, W - 2 + M] says of each token but the first whether the one before it is of its document.
+    """
     width = weight.shape[1]
     length = x.shape[2] - width + 1
     dtype = jnp.promote_types(jnp.result_type(x, weight), jnp.float32)

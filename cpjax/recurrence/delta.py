@@ -21,7 +21,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cpjax.recurrence.runs import before_runs, check_tokens, continues, shift_runs, split_runs
+from cpjax.recurrence.chunks import (
+    chunk_length,
+    chunk_resets,
+    decays,
+    join_chunks,
+    precise_matmul,
+    split_chunks,
+)
+from cpjax.sequence.runs import check_tokens, prefix_runs, shift_runs
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 
@@ -65,17 +73,9 @@ def gated_delta_rule(
             f"{beta.shape}: it needs q, k [B, L, H, Dk], v [B, L, H, Dv] and log_decay, beta [B, L, H] with the same "
             "H; repeat key heads onto value heads first"
         )
-    if chunk_size < 1:
-        raise ValueError(f"gated_delta_rule was given chunk_size={chunk_size}: it must be at least 1")
-
-    run_length = sharder.local_length // sharder.layout.runs
-    size = min(chunk_size, run_length)
-    q, k, v, log_decay, beta = (_split_chunks(x, size, sharder) for x in (q, k, v, log_decay, beta))
-    resets = None
-    if document_ids is not None:
-        ids = split_runs(document_ids, sharder)
-        starts = ~continues(ids, before_runs(ids, 1, sharder))
-        resets = _split_chunks(starts.reshape(document_ids.shape)[..., None], size, sharder)
+    size = chunk_length("gated_delta_rule", chunk_size, sharder)
+    q, k, v, log_decay, beta = (split_chunks(x, size, sharder) for x in (q, k, v, log_decay, beta))
+    resets = chunk_resets(document_ids, size, sharder)
 
     maps = _chunk_maps(k, v, log_decay, beta, resets)
     one_run = sharder.cp * sharder.layout.runs == 1  # it starts from zero: no identity to carry along
@@ -83,43 +83,7 @@ def gated_delta_rule(
     first = None if one_run else _first_states(final, v.shape[-1], sharder)
     out = _outputs(q, k, log_decay, resets, maps.own, maps.response, states, first)
 
-    out = jnp.transpose(out, (1, 2, 0, 4, 3, 5))  # [B, runs, N, C, H, Dv]
-    out = out.reshape(*out.shape[:2], -1, *out.shape[4:])[:, :, :run_length]
-    return out.reshape(*heads, -1).astype(v.dtype)
-
-
-def _split_chunks(x: jax.Array, size: int, sharder: Sharder) -> jax.Array:
-    """[B, L, H, ...] -> [N, B, runs, H, C, ...]: N chunks of C = `size` tokens a run; zeros pad the last one."""
-    x = split_runs(x, sharder)
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % size)] + [(0, 0)] * (x.ndim - 3))
-    x = x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
-    return jnp.transpose(x, (2, 0, 1, 4, 3, *range(5, x.ndim)))
-
-
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-def _decays(log_decay: jax.Array, resets: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The decays of a chunk: from its entry to each token, [..., C], and from token j to i, [..., C (i), C (j)].
-
-    Zero where i < j and across a document start.
-    """
-    size = log_decay.shape[-1]
-    # Every span is summed by itself: differences of a running sum would lose small decays behind a large one.
-    # exp(-1e4) is zero in any precision, and the bound keeps 0 * inf out of the sums.
-    g = jnp.maximum(log_decay.astype(jnp.promote_types(log_decay.dtype, jnp.float32)), -1e4)
-    token = jnp.arange(size, dtype=jnp.int32)
-    after = jnp.arange(-1, size, dtype=jnp.int32)  # -1: from the entry
-    spans = (token[:, None, None] > after) & (token[:, None, None] <= token[:, None])  # [C (summed), C (i), C + 1 (j)]
-    sums = _matmul(g, spans.reshape(size, -1).astype(g.dtype)).reshape(*g.shape, size + 1)
-    keep = jnp.broadcast_to(token[:, None] >= after, sums.shape)
-    if resets is not None:
-        segment = jnp.cumsum(resets, axis=-1, dtype=jnp.int32)
-        origin = jnp.pad(segment, [(0, 0)] * (segment.ndim - 1) + [(1, 0)])  # 0 at the entry
-        keep = keep & (segment[..., :, None] == origin[..., None, :])
-    decay = jnp.where(keep, jnp.exp(sums), 0)
-    return decay[..., 0], decay[..., 1:]
+    return join_chunks(out, sharder).astype(v.dtype)
 
 
 def _inverse(a: jax.Array) -> jax.Array:
@@ -132,7 +96,7 @@ def _inverse(a: jax.Array) -> jax.Array:
     if n > 8 and n % 2 == 0:
         h = n // 2
         top, bottom = _inverse(jnp.stack([a[..., :h, :h], a[..., h:, h:]]))
-        low = -_matmul(bottom, _matmul(a[..., h:, :h], top))
+        low = -precise_matmul(bottom, precise_matmul(a[..., h:, :h], top))
         top = jnp.pad(top, [(0, 0)] * (a.ndim - 1) + [(0, h)])
         return jnp.concatenate([top, jnp.concatenate([low, bottom], -1)], -2)
     row, column = jnp.arange(n, dtype=jnp.int32)[:, None], jnp.arange(n, dtype=jnp.int32)
@@ -140,7 +104,7 @@ def _inverse(a: jax.Array) -> jax.Array:
     block = 1
     while block < n:
         joined = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
-        inverse = inverse - _matmul(_matmul(inverse, jnp.where(joined, a, 0)), inverse)
+        inverse = inverse - precise_matmul(precise_matmul(inverse, jnp.where(joined, a, 0)), inverse)
         block *= 2
     return inverse
 
@@ -153,7 +117,7 @@ def _unit_lower_inverse(a: jax.Array) -> jax.Array:
 @_unit_lower_inverse.defjvp
 def _unit_lower_inverse_jvp(primals, tangents):
     inverse = checkpoint_name(_inverse(*primals), _INVERSE)
-    return inverse, -_matmul(_matmul(inverse, tangents[0]), inverse)
+    return inverse, -precise_matmul(precise_matmul(inverse, tangents[0]), inverse)
 
 
 class _Maps(NamedTuple):
@@ -170,7 +134,7 @@ class _Maps(NamedTuple):
 def _chunk_maps(k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, resets: jax.Array | None) -> _Maps:
     dtype = jnp.promote_types(jnp.result_type(k, v, log_decay, beta), jnp.float32)
     k, v, beta = (x.astype(dtype) for x in (k, v, beta[..., None]))
-    entry, decay = _decays(log_decay.astype(dtype), resets)
+    entry, decay = decays(log_decay.astype(dtype), resets)
     system = jnp.tril(beta * decay * jnp.matmul(k, jnp.swapaxes(k, -1, -2)), -1)
     inverse = _unit_lower_inverse(system)
     return _Maps(
@@ -205,19 +169,13 @@ def _scan_states(maps: _Maps, with_identity: bool) -> tuple[jax.Array, jax.Array
 
 
 def _first_states(maps: jax.Array, values: int, sharder: Sharder) -> jax.Array:
-    """The state each local run starts from, [B, runs, H, Dk, Dv]: its predecessors' maps in order, applied to zero.
+    """The state each local run starts from, [B, runs, H, Dk, Dv]; `maps` is the `final` of `_scan_states`."""
 
-    A parallel prefix in log2(cp runs) exchanges (Hillis and Steele, 1986). `maps` is the `final` of `_scan_states`.
-    """
-    total = sharder.cp * sharder.layout.runs
-    distance = 1  # how many runs, up to and including itself, each map stands for
-    while distance < total - 1:
-        # Before the sequence there are zeros: the map to the zero state.
-        earlier = shift_runs(maps, distance, sharder)
-        offset = jnp.pad(maps[..., :values], [(0, 0)] * (maps.ndim - 1) + [(0, maps.shape[-1] - values)])
-        maps = offset + jnp.matmul(maps[..., values:], earlier)
-        distance *= 2
-    return shift_runs(maps[..., :values], 1, sharder)
+    def compose(later: jax.Array, earlier: jax.Array) -> jax.Array:
+        offset = jnp.pad(later[..., :values], [(0, 0)] * (later.ndim - 1) + [(0, later.shape[-1] - values)])
+        return offset + jnp.matmul(later[..., values:], earlier)
+
+    return shift_runs(prefix_runs(maps, compose, sharder)[..., :values], 1, sharder)
 
 
 @jax.checkpoint  # recomputes the C x C matrices and the corrected states
@@ -236,7 +194,7 @@ def _outputs(
     if first is not None:
         values = own.shape[-1]
         states = states[..., :values] + jnp.matmul(states[..., values:], first)
-    entry, decay = _decays(log_decay, resets)
+    entry, decay = decays(log_decay, resets)
     u = own - jnp.matmul(response, states)
     scores = decay * jnp.matmul(q, jnp.swapaxes(k, -1, -2))
     return jnp.matmul(entry[..., None] * q, states) + jnp.matmul(scores, u)

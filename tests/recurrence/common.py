@@ -67,6 +67,16 @@ def delta_inputs(seed, batch, length, heads=2, keys=4, values=6, dtype=np.float6
     return tuple(jnp.asarray(x, dtype) for x in (q, k, v, log_decay, beta))
 
 
+def ssd_inputs(seed, batch, length, heads=4, groups=2, width=3, states=5, dtype=np.float64):
+    """Tokens (x, dt, b, c) and shared parameters (a, skip)."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(batch, length, heads, width))
+    dt = 0.3 * rng.exponential(size=(batch, length, heads))
+    b, c = (rng.normal(size=(batch, length, groups, states)) for _ in range(2))
+    a, skip = -rng.uniform(0.1, 2, size=heads), rng.normal(size=heads)
+    return tuple(jnp.asarray(v, dtype) for v in (x, dt, b, c)), tuple(jnp.asarray(v, dtype) for v in (a, skip))
+
+
 def documents(*rows):
     """int32 [B, S] from the document lengths of each row; a trailing negative length is that many pads (id 0)."""
     ids = [np.concatenate([np.full(abs(n), 0 if n < 0 else i + 1) for i, n in enumerate(row)]) for row in rows]

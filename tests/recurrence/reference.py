@@ -34,3 +34,19 @@ def gated_delta_rule(q, k, v, log_decay, beta, document_ids=None):
     tokens = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta, starts(ids))]
     _, out = jax.lax.scan(step, jnp.zeros((batch, heads, keys, v.shape[-1]), v.dtype), tokens)
     return jnp.moveaxis(out, 0, 1)
+
+
+def ssd(x, dt, b, c, a, skip, document_ids=None):
+    batch, length, heads, width = x.shape
+    ids = jnp.zeros((batch, length), int) if document_ids is None else document_ids
+    b, c = (jnp.repeat(v, heads // v.shape[2], axis=2) for v in (b, c))
+
+    def step(state, token):
+        x, dt, b, c, start = token
+        state = jnp.where(start[:, None, None, None], 0, jnp.exp(a * dt)[..., None, None] * state)
+        state = state + b[..., None] * (dt[..., None] * x)[..., None, :]
+        return state, jnp.einsum("bhsp,bhs->bhp", state, c) + skip[:, None] * x
+
+    tokens = [jnp.moveaxis(v, 1, 0) for v in (x, dt, b, c, starts(ids))]
+    _, out = jax.lax.scan(step, jnp.zeros((batch, heads, b.shape[-1], width), x.dtype), tokens)
+    return jnp.moveaxis(out, 0, 1)

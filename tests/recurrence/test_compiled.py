@@ -1,5 +1,6 @@
 """Facts about the compiled programs: what travels between ranks and how much memory a rank needs."""
 
+import functools
 import re
 
 import jax
@@ -8,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cpjax.recurrence import causal_conv, gated_delta_rule
+from cpjax.recurrence import causal_conv, gated_delta_rule, ssd
 from cpjax.shard import layout_from_name, make_sharder
-from tests.recurrence.common import delta_inputs, mesh_of
+from tests.recurrence.common import delta_inputs, mesh_of, ssd_inputs
 
 KEYS, VALUES = 6, 10
 
@@ -39,6 +40,24 @@ def compiled(name, cp, length, dp=1):
     return jax.jit(jax.grad(loss, (0, 1))).lower(tokens, jnp.ones((VALUES, 4)), ids).compile()
 
 
+def compiled_ssd(name, cp, length):
+    """Forward and backward of Mamba2's recurrence on local tokens of one document, one head."""
+    sharder = make_sharder(length, layout_from_name(name, cp))
+    tokens, (a, _) = ssd_inputs(0, 1, length, heads=1, groups=1, width=VALUES, states=KEYS, dtype=jnp.float32)
+    spec = P(None, "cp")
+
+    @functools.partial(jax.shard_map, mesh=mesh_of(cp), in_specs=(spec, P()), out_specs=spec, axis_names={"cp"})
+    def run(tokens, a):
+        x, dt, b, c = tokens
+        return ssd(x, dt, a, b, c, sharder=sharder)
+
+    def loss(tokens, a):
+        return run(tokens, a).sum()
+
+    tokens = jax.device_put(tokens, NamedSharding(mesh_of(cp), spec))
+    return jax.jit(jax.grad(loss, (0, 1))).lower(tokens, a).compile()
+
+
 def collectives(program):
     """Sorted `kind shape` of every collective in the program."""
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
@@ -56,6 +75,18 @@ def test_what_travels_does_not_depend_on_the_length(name):
     kinds = {message.split()[0] for message in collectives(short)}
     assert kinds == {"collective-permute", "all-reduce"}  # the latter for the gradient of the replicated weight
     assert collectives(short) == collectives(long)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+def test_the_state_and_one_number_of_mamba2_travel(name):
+    """Runs of 64 and of 128 tokens: the same messages, none larger than [N P + 1] a head."""
+    cp, runs = 4, layout_from_name(name, 4).runs
+    short, long = (collectives(compiled_ssd(name, cp, length * cp * runs)) for length in (64, 128))
+    assert short == long
+    moved = [m for m in short if not m.startswith("all-reduce")]
+    sizes = {m.split()[-1] for m in moved}
+    assert all(m.startswith("collective-permute") for m in moved)
+    assert sizes <= {f"f32[1,1,1,{n}]" for n in (KEYS * VALUES, KEYS * VALUES + 1)}, sizes
 
 
 def test_batch_rows_stay_where_they_are():

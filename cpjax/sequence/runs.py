@@ -1,6 +1,8 @@
-"""Runs: the stretches of consecutive tokens a rank holds, and what precedes each of them in global order."""
+"""Runs: the stretches of consecutive tokens a rank holds, and how they hand things on in global order."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,7 @@ def split_runs(x: jax.Array, sharder: Sharder) -> jax.Array:
 def shift_runs(x: jax.Array, distance: int, sharder: Sharder) -> jax.Array:
     """Gives run n of the global order what run n - distance holds; zeros where there is no such run; differentiable.
 
+    A negative distance looks ahead.
     A run's entry must not grow with the sequence length. Made of `ppermute`, not `all_gather`: the partitioner keeps
     rows that are sharded over other, automatic, mesh axes where they are for the former only.
 
@@ -47,6 +50,8 @@ def shift_runs(x: jax.Array, distance: int, sharder: Sharder) -> jax.Array:
     Returns:
         [B, runs, ...].
     """
+    if distance == 0:
+        return x
     cp, runs = sharder.cp, sharder.layout.runs
     starts = sharder.layout.run_starts(sharder.padded_length, np.arange(cp))
     numbers = starts // (sharder.local_length // runs)  # [cp, runs]
@@ -63,30 +68,20 @@ def shift_runs(x: jax.Array, distance: int, sharder: Sharder) -> jax.Array:
     return jnp.stack(shifted, axis=1)
 
 
-def before_runs(x: jax.Array, count: int, sharder: Sharder) -> jax.Array:
-    """The `count` tokens before each local run in global order, zeros before the sequence; only run tails travel.
+def prefix_runs(maps: jax.Array, compose: Callable[[jax.Array, jax.Array], jax.Array], sharder: Sharder) -> jax.Array:
+    """The affine map of a state over all runs up to each local one; not for the last of all, which nothing follows.
+
+    A parallel prefix in log2(cp runs) exchanges (Hillis and Steele, 1986), whose size is that of one map.
 
     Args:
-        x: [B, runs, L / runs, ...], from `split_runs`.
+        maps: [B, runs, ...], the map over each run by itself; all zeros must be the map to the zero state.
+        compose: (later, earlier) -> the map that applies `earlier` first.
 
     Returns:
-        [B, runs, count, ...].
+        [B, runs, ...].
     """
-    tail = min(count, x.shape[2])  # a run shorter than `count` is its own tail, and several are needed
-    tails = x[:, :, x.shape[2] - tail :]
-    hops = range(-(-count // tail), 0, -1)
-    return jnp.concatenate([shift_runs(tails, hop, sharder) for hop in hops], axis=2)[:, :, -count:]
-
-
-def continues(document_ids: jax.Array, before: jax.Array) -> jax.Array:
-    """Whether each token is of the same document as the one before it.
-
-    Args:
-        document_ids: [B, runs, M] of the run's tokens.
-        before: [B, runs, count >= 1] of the tokens before the run.
-
-    Returns:
-        bool [B, runs, count - 1 + M], for the last count - 1 tokens before the run and the run's own.
-    """
-    ids = jnp.concatenate([before, document_ids], axis=2)
-    return ids[:, :, 1:] == ids[:, :, :-1]
+    distance = 1  # how many runs, up to and including itself, each map stands for
+    while distance < sharder.cp * sharder.layout.runs - 1:
+        maps = compose(maps, shift_runs(maps, distance, sharder))  # before the sequence: zeros
+        distance *= 2
+    return maps

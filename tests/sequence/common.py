@@ -1,0 +1,80 @@
+"""Running sequence tools on the ranks of a layout."""
+
+import dataclasses
+import functools
+import re
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cpjax.shard import Contiguous, Identity, Layout, Striped, Zigzag, make_sharder
+
+RUNS = [Identity(), Contiguous(2), Contiguous(3), Contiguous(8), Zigzag(2), Zigzag(4)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scattered(Layout):
+    """A layout without runs or closed form, like those made for one batch."""
+
+    name: ClassVar[str] = "scattered"
+    runs: ClassVar[int] = 0
+
+    def _indices(self, local, rank):
+        order = np.random.default_rng(0).permutation(local.size * self.cp).astype(np.int32)
+        table = np.sort(order.reshape(self.cp, -1), axis=1)
+        return jnp.asarray(table)[rank[..., 0]] if isinstance(rank, jax.Array) else table[rank[..., 0]]
+
+
+LAYOUTS = [*RUNS, Striped(2), Striped(4), Scattered(3)]
+
+
+def mesh_of(layout):
+    devices = jax.devices()[: layout.cp]
+    return jax.make_mesh((layout.cp,), ("cp",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def on_ranks(op, layout, length, *full):
+    """`op(sharder, *local)` on every rank; its outputs with a leading axis of ranks.
+
+    `full` are arrays [B, length, ...] in global order (None passes through), padded with zeros.
+    """
+    sharder = make_sharder(length, layout)
+
+    def body(full):
+        out = op(sharder, *[None if x is None else sharder.shard(x, fill=0) for x in full])
+        return jax.tree.map(lambda x: x[None], out)
+
+    if layout.cp == 1:
+        return jax.jit(body)(full)
+    mesh = mesh_of(layout)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("cp"), axis_names={"cp"}))(full)
+
+
+def in_order(out, layout, length):
+    """[cp, B, L, ...] in global order: [B, length, ...]."""
+    out = np.moveaxis(np.asarray(out), 0, 1)
+    out = out.reshape(out.shape[0], -1, *out.shape[3:])
+    return out[:, layout.inverse(out.shape[1])][:, :length]
+
+
+def random_documents(draw_lengths, pads=0):
+    """int32 [1, S]: documents of these lengths, then pads (id 0)."""
+    ids = np.repeat(np.arange(1, len(draw_lengths) + 1), draw_lengths)
+    return np.concatenate([ids, np.zeros(pads, int)]).astype(np.int32)[None]
+
+
+def moved_bytes(op, layout, length, dtype=jnp.float32):
+    """Bytes of each collective of `op(sharder, x)` for x [1, length, 8], by kind, in order of size."""
+    sharder = make_sharder(length, layout)
+    mesh = mesh_of(layout)
+    spec = P(None, "cp")
+    run = jax.shard_map(functools.partial(op, sharder), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"cp"})
+    x = jax.ShapeDtypeStruct((1, length, 8), dtype, sharding=NamedSharding(mesh, spec))
+    text = jax.jit(run).lower(x).compile().as_text()
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    found = re.findall(rf"= \(?f32\[([\d,]*)\].*? ({kinds})(?:-start)?\(", text)
+    return sorted((kind, 4 * int(np.prod([int(n) for n in shape.split(",")]))) for shape, kind in found)

@@ -1,0 +1,207 @@
+"""Global selection of keys and blocks against a dense one that sorts every score."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cpjax.sequence import pool, select, take_keys, top_k_blocks, top_k_keys
+from cpjax.shard import Contiguous, Identity, Layout, Striped, Zigzag, make_sharder
+from tests.sequence.common import LAYOUTS, RUNS, in_order, mesh_of, on_ranks, random_documents
+
+
+def allowed_pairs(length, causal, ids):
+    """bool [B or 1, S (queries), S (keys)]."""
+    mask = np.tri(length, dtype=bool)[None] if causal else np.ones((1, length, length), bool)
+    return mask if ids is None else mask & (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] != 0)
+
+
+def best(scores, count):
+    """The first `count` keys by falling score, then by position; -1 for scores of -inf."""
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+    order = np.where(np.take_along_axis(scores, order, -1) == -np.inf, -1, order)
+    return np.pad(order, [(0, 0)] * (order.ndim - 1) + [(0, count - order.shape[-1])], constant_values=-1)
+
+
+def dense_keys(q, k, weights, count, causal, ids):
+    scores = np.einsum("bth,bthn->btn", weights, np.maximum(np.einsum("bthd,bnd->bthn", q, k), 0))
+    return best(np.where(allowed_pairs(q.shape[1], causal, ids), scores, -np.inf), count)
+
+
+def dense_blocks(q, k, count, block, local, causal, ids):
+    length = q.shape[1]
+    blocks = -(-length // block)
+    scores = np.where(allowed_pairs(length, causal, ids)[:, :, None], np.einsum("bthd,bnd->bthn", q, k), -np.inf)
+    scores = np.pad(scores, [(0, 0)] * 3 + [(0, blocks * block - length)], constant_values=-np.inf)
+    scores = scores.reshape(*scores.shape[:3], blocks, block).max(-1)
+    back = np.arange(length)[:, None] // block - np.arange(blocks)
+    forced = ((back >= 0) & (back < local))[None, :, None]
+    return best(np.where(forced & (scores > -np.inf), np.inf, scores), count)
+
+
+def index_inputs(length, ties, heads=2, width=4, dtype=np.float32):
+    """q, k, weights; with `ties` small integers: exact in any precision, most scores occur many times, many are 0."""
+    rng = np.random.default_rng(length)
+    shapes = (1, length, heads, width), (1, length, width), (1, length, heads)
+    draw = (lambda shape: rng.integers(-1, 2, size=shape)) if ties else (lambda shape: rng.normal(size=shape))
+    return tuple(draw(shape).astype(dtype) for shape in shapes)
+
+
+cases = given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.sampled_from(["causal", "causal documents", "documents", ""]),
+    st.booleans(),
+    st.integers(1, 12),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles of queries and keys a rank, the last ones not full."""
+    monkeypatch.setattr(select, "_TILE", 5)
+
+
+@settings(max_examples=2)
+@cases
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_keys_are_the_dense_selection(layout, lengths, pads, mask, ties, count):
+    ids = random_documents(lengths, pads)
+    inputs = index_inputs(ids.shape[1], ties, dtype=np.float64)
+    ids = ids if "documents" in mask else None
+
+    def op(sharder, q, k, weights, ids):
+        return top_k_keys(q, k, weights, count, sharder=sharder, causal="causal" in mask, document_ids=ids)
+
+    with jax.enable_x64(True):
+        got = in_order(on_ranks(op, layout, inputs[0].shape[1], *inputs, ids), layout, inputs[0].shape[1])
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, dense_keys(*inputs, count, "causal" in mask, ids))
+
+
+@settings(max_examples=5)
+@cases
+@pytest.mark.parametrize("layout", RUNS[1::2], ids=str)
+def test_blocks_are_the_dense_selection(layout, lengths, pads, mask, ties, count):
+    """Blocks that straddle ranks and runs included."""
+    block = 1 + len(lengths)
+    ids = random_documents(lengths, pads)
+    q, k, _ = index_inputs(ids.shape[1], ties, dtype=np.float64)
+    ids, local = ids if "documents" in mask else None, count % 3
+
+    def op(sharder, q, k, ids):
+        options = {"block": block, "local": local, "causal": "causal" in mask}
+        return top_k_blocks(q, k, count, sharder=sharder, document_ids=ids, **options)
+
+    with jax.enable_x64(True):
+        got = in_order(on_ranks(op, layout, q.shape[1], q, k, ids), layout, q.shape[1])
+    np.testing.assert_array_equal(got, dense_blocks(q, k, count, block, local, "causal" in mask, ids))
+
+
+@pytest.mark.parametrize("layout", [Identity(), Contiguous(4), Zigzag(4), Striped(4)], ids=str)
+def test_float32_ties_go_to_the_lower_position(layout):
+    """Scores of 0, of which ReLU makes many, and of a few small integers: the dense order on every layout."""
+    inputs = index_inputs(40, ties=True)
+    got = on_ranks(lambda s, *x: top_k_keys(*x, 16, sharder=s), layout, 40, *inputs)
+    wanted = dense_keys(*inputs, 16, True, None)
+    np.testing.assert_array_equal(in_order(got, layout, 40), wanted)
+    scores = np.einsum("bth,bthn->btn", inputs[2], np.maximum(np.einsum("bthd,bnd->bthn", *inputs[:2]), 0))
+    assert len(np.unique(scores[0, -1])) < 20, "the case must hold ties"
+
+
+@pytest.mark.parametrize("layout", [Contiguous(4), Zigzag(2)], ids=str)
+def test_pools_of_keys_are_selected_from_their_last_token_on(layout):
+    """DeepSeek-V4: entry w of ratio 4 is seen from token 4 (w + 1) - 1 on; incomplete ones never."""
+    length, ratio = 26, 4
+    q, k, weights = index_inputs(length, ties=False, dtype=np.float64)
+    ids = random_documents([13, 13])
+
+    def op(sharder, q, k, weights, ids):
+        pools = pool(k, ratio, ratio, sharder=sharder, document_ids=ids)
+        chosen = top_k_keys(q, pools, weights, 3, sharder=sharder, document_ids=ids)
+        return chosen, take_keys(pools, chosen, sharder=sharder)
+
+    with jax.enable_x64(True):
+        chosen, rows = (in_order(x, layout, length) for x in on_ranks(op, layout, length, q, k, weights, ids))
+    firsts = np.arange(0, length, ratio)
+    pooled = np.stack(
+        [k[0, [t for t in range(f, min(f + ratio, length)) if ids[0, t] == ids[0, f]]].mean(0) for f in firsts]
+    )
+    scores = np.einsum("bth,bthn->btn", weights, np.maximum(np.einsum("bthd,nd->bthn", q, pooled), 0))
+    seen = (firsts + ratio - 1 <= np.arange(length)[:, None]) & (ids[0, firsts] == ids[0][:, None])
+    wanted = best(np.where(seen, scores, -np.inf), 3)
+    np.testing.assert_array_equal(chosen, np.where(wanted < 0, -1, wanted * ratio))
+    np.testing.assert_allclose(rows, np.where(wanted[..., None] < 0, 0, pooled[wanted]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("layout", [Contiguous(3), Zigzag(2), Striped(2)], ids=str)
+def test_rows_at_given_positions_and_their_gradient(layout):
+    rng = np.random.default_rng(5)
+    x, cotangent = rng.normal(size=(1, 12, 2)).astype(np.float32), rng.normal(size=(1, 12, 4, 2)).astype(np.float32)
+    positions = rng.integers(-1, 12, size=(1, 12, 4)).astype(np.int32)
+
+    def op(sharder, x, positions, cotangent):
+        out, pull = jax.vjp(lambda x: take_keys(x, positions, sharder=sharder), x)
+        return out, pull(cotangent)[0]
+
+    out, grad = (in_order(a, layout, 12) for a in on_ranks(op, layout, 12, x, positions, cotangent))
+    np.testing.assert_array_equal(out[0], np.where(positions[0, ..., None] < 0, 0, x[0, positions[0]]))
+    wanted = np.zeros((13, 2))
+    np.add.at(wanted, positions[0], cotangent[0])
+    np.testing.assert_allclose(grad[0], wanted[:12], rtol=1e-5, atol=1e-6)
+
+
+def compiled(layout: Layout, length, count=4):
+    sharder = make_sharder(length, layout)
+    spec, mesh = P(None, "cp"), mesh_of(layout)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"cp"})
+    def run(q, k, weights, ids):
+        return top_k_keys(q, k, weights, count, sharder=sharder, document_ids=ids)
+
+    shapes = ((1, length, 2, 4), (1, length, 4), (1, length, 2), (1, length))
+    dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.int32)
+    args = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, spec)) for s, d in zip(shapes, dtypes, strict=True)]
+    return jax.jit(run).lower(*args).compile()
+
+
+def test_scores_of_all_pairs_are_never_held(monkeypatch):
+    """At L = 480 of T = 1920, tiles of 40: arrays of some L (heads width + count) entries; keys go round once."""
+    monkeypatch.setattr(select, "_TILE", 40)
+    program = compiled(Zigzag(4), 1920)
+    text = program.as_text()
+    sizes = [int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"\b[fsp]\w*\[([\d,]+)\]", text)]
+    assert max(sizes) <= 2 * 480 * (2 * 4 + 4), max(sizes)
+    assert not re.search("all-gather|all-reduce|all-to-all", text)
+    moved = re.findall(r"= \(?(\w+\[[\d,]*\]).*? collective-permute(?:-start)?\(", text)
+    assert sorted(moved) == ["f32[1,480,4]", "s32[1,480]", "s32[480]", "s32[480]"]
+    grown = [compiled(Zigzag(4), length).memory_analysis().temp_size_in_bytes for length in (1920, 3840)]
+    assert grown[1] < 2.1 * grown[0], "linear in L"
+
+
+def test_what_does_not_fit_is_refused():
+    sharder = make_sharder(16, Zigzag(2))
+    q, k, weights = (jnp.asarray(x) for x in index_inputs(8, ties=False))
+    ids = jnp.ones((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match=r"k \(1, 7, 4\).*L=8"):
+        top_k_keys(q, k[:, :7], weights, 2, sharder=sharder)
+    with pytest.raises(ValueError, match=r"weights \(1, 8, 1\)"):
+        top_k_keys(q, k, weights[..., :1], 2, sharder=sharder)
+    with pytest.raises(ValueError, match="count=0"):
+        top_k_keys(q, k, weights, 0, sharder=sharder)
+    with pytest.raises(ValueError, match=r"document_ids of shape \(1, 4\)"):
+        top_k_keys(q, k, weights, 2, sharder=sharder, document_ids=ids[:, :4])
+    with pytest.raises(ValueError, match=r"Striped\(cp=2.*use a contiguous or zigzag layout"):
+        top_k_blocks(q, k, 2, block=4, sharder=make_sharder(16, Striped(2)))
+    pools = pool(k[:, :16], 4, 4, sharder=make_sharder(8, Identity()))
+    with pytest.raises(ValueError, match="queries with document_ids and pools without"):
+        top_k_keys(q, pools, weights, 2, sharder=make_sharder(8, Identity()), document_ids=ids)
+    with pytest.raises(ValueError, match="ranks hold 8 rows"):
+        take_keys(k[:, :4], jnp.zeros((1, 8, 2), jnp.int32), sharder=sharder)
