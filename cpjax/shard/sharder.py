@@ -100,10 +100,6 @@ class Sharder:
         """The same tokens and lengths in contiguous order, for `convert`."""
         return dataclasses.replace(self, layout=Contiguous(self.cp), table=None)
 
-    def indices(self, rank: Any) -> Any:
-        """int32 [..., L]: global position of each local token of a rank: an int, numpy ranks, or traced."""
-        return self.layout.indices(self.padded_length, rank)
-
     def take_local(self, x: jax.Array, axis: int = 1) -> jax.Array:
         """This rank's tokens of a full-length tensor; differentiable.
 
