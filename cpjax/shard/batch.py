@@ -157,7 +157,7 @@ def _pack(arrays: dict[str, np.ndarray], layout: Layout, padded_length: int | No
         ids = arrays["document_ids"]
         if ids.shape != padding.shape:
             raise ValueError(f"document_ids has shape {ids.shape}: it must be {padding.shape}")
-        padding = arrays["padding_mask"] = padding | (ids == 0)
+        padding = arrays["padding_mask"] = padding | (ids <= 0)
         cu_seqlens = documents_to_cu_seqlens(ids, padding)
     sharder = pack(
         cu_seqlens,

@@ -78,6 +78,8 @@ def test_every_document_is_padded_by_itself_and_the_position_map_says_where_toke
         start += -(-kept // unit) * unit
     np.testing.assert_array_equal(sharder.places, wanted)
     assert sharder.places.dtype == np.int32 and start <= sharder.padded_length
+    shortest = pack(cu, sharder.layout, padding_mask=pads).padded_length
+    assert shortest <= sharder.layout.pad_length(int(cu[-1]) + (len(cu) - 1) * (unit - 1)), "as its docstring says"
     there = sharder.sources() >= 0
     np.testing.assert_array_equal(sharder.sources()[there], np.flatnonzero(~pads))
     np.testing.assert_array_equal(sharder.places[sharder.sources()[there]], np.flatnonzero(there))
@@ -408,6 +410,12 @@ def test_r31_documents_shorter_than_two_cp():
     by_rank = batch["input_ids"][0, sharder.indices(np.arange(8))].ravel()
     np.testing.assert_array_equal(by_rank[sharder.inverse()][sharder.places], tokens[0])
     np.testing.assert_array_equal(batch["document_ids"][0][sharder.places], np.repeat([1, 2, 3, 5], [1, 2, 3, 38]))
+
+
+def test_document_ids_that_number_no_document_are_pads():
+    batch, sharder = make_batch({"input_ids": np.ones((1, 4), int), "document_ids": [[-1, 3, 3, 0]]}, Packed(1))
+    np.testing.assert_array_equal(sharder.places, [-1, 0, 1, -1])
+    assert sharder.padded_length == 2 and (batch["document_ids"] > 0).all()
 
 
 def test_all_pads_stay_finite():
