@@ -245,6 +245,23 @@ def test_a_table_closed_over_by_shard_map_is_data_too():
     assert len(traces) == 1
 
 
+def test_the_sharders_of_microbatches_stack_and_scan():
+    """Batches of one shape and different documents are one loop."""
+    sharders = [pack(boundaries(lengths), Packed(2)) for lengths in ([8, 8], [4, 12], [16])]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *sharders)
+    x = np.arange(48.0, dtype=np.float32).reshape(3, 1, 16)
+
+    def body(x, stacked):
+        return jax.lax.scan(lambda carry, one: (carry, one[1].shard(one[0], fill=0)), 0, (x, stacked))[1]
+
+    specs = {"in_specs": P(), "out_specs": P(None, None, "cp")}
+    out = jax.jit(jax.shard_map(body, mesh=mesh_of(2), axis_names={"cp"}, **specs))(x, stacked)
+    for number, sharder in enumerate(sharders):
+        np.testing.assert_array_equal(out[number, 0], x[number, 0, sharder.table.ravel()])
+    with pytest.raises(ValueError, match="several that were stacked"):
+        stacked.indices(0)
+
+
 def test_concrete_ranks_of_a_table_are_checked():
     sharder = pack([0, 8], Packed(2))
     on_device = jax.tree.map(jnp.asarray, sharder)
