@@ -409,8 +409,9 @@ def test_other_packed_batches_that_are_refused():
         make_batch({"input_ids": ids, "document_ids": [[1, 2, 1, 1], [1, 1, 1, 1]]}, Packed(2))
     with pytest.raises(ValueError, match="give one of them"):
         make_batch({"input_ids": ids, "document_ids": ids, "cu_seqlens": [0, 4, 8]}, Packed(2))
-    with pytest.raises(ValueError, match="must end at 8"):
-        make_batch({"input_ids": ids, "cu_seqlens": [0, 4]}, Packed(2))
+    for cu_seqlens in ([0, 4], [], [[0, 4, 9]]):
+        with pytest.raises(ValueError, match="must end at 8"):
+            make_batch({"input_ids": ids, "cu_seqlens": cu_seqlens}, Packed(2))
     with pytest.raises(ValueError, match="document_ids has shape"):
         make_batch({"input_ids": ids, "document_ids": ids[:1]}, Packed(2))
     with pytest.raises(ValueError, match="2 rows"):
