@@ -63,7 +63,7 @@ def make_batch(
     | input_ids, or inputs_embeds | [B, S], [B, S, E] | `pad_id`, 0 |
     | labels (already shifted: the target of position t) | [B, S] | -100 |
     | padding_mask (True = pad; or attention_mask, 1 = token) | [B, S] | True |
-    | position_ids (default: 0, 1, 2 ...) | [B, S] or [axes, B, S] | keep counting |
+    | position_ids (default: 0, 1, 2 ... in each row, or packed document) | [B, S] or [axes, B, S] | keep counting |
     | document_ids (1-based, 0 = pad; default: one document a row) | [B, S] | 0 |
     | vision_group_ids (-1 = text) | [B, S] | -1 |
     | loss_mask (1 = counts) | [B, S] | folded into labels as -100 |
@@ -147,17 +147,18 @@ def _pack(arrays: dict[str, np.ndarray], layout: Layout, padded_length: int | No
         cu_seqlens = arrays.pop("cu_seqlens")
         if "document_ids" in arrays:
             raise ValueError("the batch holds both cu_seqlens and document_ids: give one of them")
-        if cu_seqlens.reshape(-1)[-1:] != padding.size:
+        last = cu_seqlens.reshape(-1)[-1:].tolist()
+        if last != [padding.size]:
             raise ValueError(
-                f"cu_seqlens ends at {cu_seqlens.reshape(-1)[-1:].tolist()}: it must end at {padding.size}, the "
-                f"tokens of all {len(padding)} rows, pads included"
+                f"cu_seqlens ends at {last}: it must end at {padding.size}, the tokens of all {len(padding)} rows with "
+                "their pads"
             )
     else:
         _default_document_ids(arrays)
         ids = arrays["document_ids"]
         if ids.shape != padding.shape:
             raise ValueError(f"document_ids has shape {ids.shape}: it must be {padding.shape}")
-        padding = arrays["padding_mask"] = padding | (ids == 0)
+        padding = arrays["padding_mask"] = padding | (ids <= 0)
         cu_seqlens = documents_to_cu_seqlens(ids, padding)
     sharder = pack(
         cu_seqlens,

@@ -30,8 +30,8 @@ def pack(
         layout: over the padded sequence.
         padding_mask: bool, S in all: True for a pad of the input.
         rows: input rows of S / rows tokens that were flattened, each beginning with a document of its own.
-        padded_length: T, to give batches with other documents the same shapes; the smallest possible by default, and
-            never more than S + documents x (multiple - 1), rounded up to `layout.divisor`.
+        padded_length: T, to give batches with other documents the same shapes; the smallest possible by default,
+            which is at most S + documents x (that multiple - 1), rounded up to `layout.divisor`.
 
     Raises:
         ValueError: boundaries that do not ascend from 0, documents that cross rows, a mask of another size, a T that
@@ -89,14 +89,13 @@ def documents_to_cu_seqlens(document_ids: np.ndarray, padding_mask: np.ndarray) 
     Raises:
         ValueError: a document whose tokens are not together.
     """
-    row, column = np.nonzero(~padding_mask)  # in the order of the flattened rows
-    keys = np.stack([row, document_ids[row, column]])
-    new = (np.diff(keys, axis=1) != 0).any(0)
-    if new.sum() + 1 > len(np.unique(keys, axis=1).T) > 0:
+    rows, length = document_ids.shape
+    tokens = np.flatnonzero(~padding_mask)  # in the flattened rows
+    keys = tokens // length * (int(document_ids.max()) + 1) + document_ids.reshape(-1)[tokens]
+    starts = tokens[1:][np.diff(keys) != 0]
+    if tokens.size and len(starts) + 1 > len(np.unique(keys)):
         raise ValueError(
             "document_ids return to a document after another one: a packed layout pads each document by itself, so "
             "put its tokens together or give them ids of their own"
         )
-    rows, length = document_ids.shape
-    inside = (row * length + column)[1:][new]
-    return np.union1d(np.arange(rows + 1) * length, inside)
+    return np.union1d(np.arange(rows + 1) * length, starts)

@@ -76,10 +76,15 @@ class Sharder:
             int32 [..., L]; NumPy if the rank, and the table if there is one, are concrete.
 
         Raises:
-            ValueError: a concrete rank outside 0 .. cp-1.
+            ValueError: a concrete rank outside 0 .. cp-1, or a table of another shape.
         """
         if self.table is None:
             return self.layout.indices(self.padded_length, rank)
+        if self.table.shape != (self.cp, self.local_length):
+            raise ValueError(
+                f"the table of {self.layout} has shape {self.table.shape}: it must be [cp, L] = "
+                f"{(self.cp, self.local_length)}; take one sharder of several that were stacked"
+            )
         rank = self.layout.check_rank(rank)
         return (jnp.asarray(self.table) if isinstance(rank, jax.Array) else self.table)[rank]
 

@@ -78,6 +78,8 @@ def test_every_document_is_padded_by_itself_and_the_position_map_says_where_toke
         start += -(-kept // unit) * unit
     np.testing.assert_array_equal(sharder.places, wanted)
     assert sharder.places.dtype == np.int32 and start <= sharder.padded_length
+    shortest = pack(cu, sharder.layout, padding_mask=pads).padded_length
+    assert shortest <= sharder.layout.pad_length(int(cu[-1]) + (len(cu) - 1) * (unit - 1)), "as its docstring says"
     there = sharder.sources() >= 0
     np.testing.assert_array_equal(sharder.sources()[there], np.flatnonzero(~pads))
     np.testing.assert_array_equal(sharder.places[sharder.sources()[there]], np.flatnonzero(there))
@@ -243,6 +245,23 @@ def test_a_table_closed_over_by_shard_map_is_data_too():
     assert len(traces) == 1
 
 
+def test_the_sharders_of_microbatches_stack_and_scan():
+    """Batches of one shape and different documents are one loop."""
+    sharders = [pack(boundaries(lengths), Packed(2)) for lengths in ([8, 8], [4, 12], [16])]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *sharders)
+    x = np.arange(48.0, dtype=np.float32).reshape(3, 1, 16)
+
+    def body(x, stacked):
+        return jax.lax.scan(lambda carry, one: (carry, one[1].shard(one[0], fill=0)), 0, (x, stacked))[1]
+
+    specs = {"in_specs": P(), "out_specs": P(None, None, "cp")}
+    out = jax.jit(jax.shard_map(body, mesh=mesh_of(2), axis_names={"cp"}, **specs))(x, stacked)
+    for number, sharder in enumerate(sharders):
+        np.testing.assert_array_equal(out[number, 0], x[number, 0, sharder.table.ravel()])
+    with pytest.raises(ValueError, match="several that were stacked"):
+        stacked.indices(0)
+
+
 def test_concrete_ranks_of_a_table_are_checked():
     sharder = pack([0, 8], Packed(2))
     on_device = jax.tree.map(jnp.asarray, sharder)
@@ -390,8 +409,9 @@ def test_other_packed_batches_that_are_refused():
         make_batch({"input_ids": ids, "document_ids": [[1, 2, 1, 1], [1, 1, 1, 1]]}, Packed(2))
     with pytest.raises(ValueError, match="give one of them"):
         make_batch({"input_ids": ids, "document_ids": ids, "cu_seqlens": [0, 4, 8]}, Packed(2))
-    with pytest.raises(ValueError, match="must end at 8"):
-        make_batch({"input_ids": ids, "cu_seqlens": [0, 4]}, Packed(2))
+    for cu_seqlens in ([0, 4], [], [[0, 4, 9]]):
+        with pytest.raises(ValueError, match="must end at 8"):
+            make_batch({"input_ids": ids, "cu_seqlens": cu_seqlens}, Packed(2))
     with pytest.raises(ValueError, match="document_ids has shape"):
         make_batch({"input_ids": ids, "document_ids": ids[:1]}, Packed(2))
     with pytest.raises(ValueError, match="2 rows"):
@@ -408,6 +428,12 @@ def test_r31_documents_shorter_than_two_cp():
     by_rank = batch["input_ids"][0, sharder.indices(np.arange(8))].ravel()
     np.testing.assert_array_equal(by_rank[sharder.inverse()][sharder.places], tokens[0])
     np.testing.assert_array_equal(batch["document_ids"][0][sharder.places], np.repeat([1, 2, 3, 5], [1, 2, 3, 38]))
+
+
+def test_document_ids_that_number_no_document_are_pads():
+    batch, sharder = make_batch({"input_ids": np.ones((1, 4), int), "document_ids": [[-1, 3, 3, 0]]}, Packed(1))
+    np.testing.assert_array_equal(sharder.places, [-1, 0, 1, -1])
+    assert sharder.padded_length == 2 and (batch["document_ids"] > 0).all()
 
 
 def test_all_pads_stay_finite():
