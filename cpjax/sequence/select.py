@@ -186,9 +186,10 @@ def take_keys(x: jax.Array | Windows, positions: jax.Array, *, sharder: Sharder)
 
     def meet(out: jax.Array, held: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, first = held
-        order = jnp.argsort(first)  # pools have empty slots in between
-        slot = order[jnp.clip(jnp.searchsorted(first[order], positions), 0, first.shape[0] - 1)]
-        found = (first[slot] == positions) & (positions >= 0)
+        total = sharder.padded_length
+        slots = jnp.full(total, -1, jnp.int32).at[jnp.where(first < 0, total, first)]
+        slot = slots.set(jnp.arange(first.shape[0], dtype=jnp.int32), mode="drop")[jnp.clip(positions, 0, total - 1)]
+        found = (slot >= 0) & (positions >= 0)
         taken = jax.vmap(lambda row, index: row[index])(rows, slot)
         return jnp.where(found.reshape(*found.shape, *[1] * (rows.ndim - 2)), taken, out)
 

@@ -61,10 +61,6 @@ class Sharder:
         """int32 [L]: global position of each of this rank's tokens."""
         return jnp.asarray(self.layout.indices(self.padded_length, self.rank()))
 
-    def indices(self, rank: Any) -> Any:
-        """int32 [..., L]: global position of each local token of a rank: an int, numpy ranks, or traced."""
-        return self.layout.indices(self.padded_length, rank)
-
     def take_local(self, x: jax.Array, axis: int = 1) -> jax.Array:
         """This rank's tokens of a full-length tensor; differentiable.
 
