@@ -107,7 +107,7 @@ class _State(NamedTuple):
 
 @jax.checkpoint  # recomputes the C x C matrices
 def _chunks(x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, resets: jax.Array | None) -> _Chunks:
-    x, dt, b, c = (v.astype(jnp.promote_types(a.dtype, v.dtype)) for v in (x, dt, b, c))
+    x, dt, b, c = (v.astype(a.dtype) for v in (x, dt, b, c))
     entry, decay = decays(a * dt, resets)
     x = dt[..., None] * x
     scores = decay * jnp.matmul(c, jnp.swapaxes(b, -1, -2))[..., None, :, :]  # once per group

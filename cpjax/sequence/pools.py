@@ -113,7 +113,8 @@ def pool(
     Args:
         x: [B, L, ...], this rank's tokens.
         length, stride, document_ids: as of `windows`.
-        logits: [B, L, ...] with as many axes as x, broadcast against it: of the weights, channel by channel.
+        logits: [B, L, ...] with as many axes as x, broadcast against it: of the weights, channel by channel. A bias
+            for each place in the window is added to them by the caller if windows do not overlap.
 
     Returns:
         Windows with `values` [B, n, ...] in the dtype of x, summed in float32 or wider; 0 where nothing is inside.

@@ -18,7 +18,7 @@ from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 
 _TILE = 128
-"""Queries, and keys, scored at a time."""
+"""Queries scored at a time, and keys where fewer than that are selected."""
 
 
 class _Queries(NamedTuple):
@@ -53,7 +53,7 @@ def top_k_keys(
 
     The score is that of DeepSeek's lightning indexer (arXiv 2512.02556). The selection is that of a top-k over all
     scores in global order: among equal scores the key of lower position wins. Scores are computed in float32 or wider.
-    No gradient flows: a selection has none.
+    Keys whose scores differ by no more than their rounding may change places between meshes. No gradient flows.
 
     Args:
         q: [B, L, H, D], this rank's queries.
@@ -186,9 +186,10 @@ def take_keys(x: jax.Array | Windows, positions: jax.Array, *, sharder: Sharder)
 
     def meet(out: jax.Array, held: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, first = held
-        order = jnp.argsort(first)  # pools have empty slots in between
-        slot = order[jnp.clip(jnp.searchsorted(first[order], positions), 0, first.shape[0] - 1)]
-        found = (first[slot] == positions) & (positions >= 0)
+        total = sharder.padded_length
+        slots = jnp.full(total, -1, jnp.int32).at[jnp.where(first < 0, total, first)]
+        slot = slots.set(jnp.arange(first.shape[0], dtype=jnp.int32), mode="drop")[jnp.clip(positions, 0, total - 1)]
+        found = (slot >= 0) & (positions >= 0)
         taken = jax.vmap(lambda row, index: row[index])(rows, slot)
         return jnp.where(found.reshape(*found.shape, *[1] * (rows.ndim - 2)), taken, out)
 
@@ -211,14 +212,14 @@ def _top_k(
     causal: bool,
     sharder: Sharder,
 ) -> jax.Array:
-    """`first` of the best keys, int32 [B, L, *heads, count]; keys are scored `tile` at a time."""
+    """`first` of the best keys, int32 [B, L, *heads, count]; keys are scored `tile` or more at a time."""
     batch, length = queries.features.shape[:2]
     queries, keys = lax.stop_gradient((queries, keys))
     size = min(_TILE, length)
     # An empty query slot stands before every key, an empty key slot after every query.
     cut = queries._replace(positions=_cut(queries.positions, size, -1))
     cut = _Queries(*(x if x is None or x is cut.positions else _cut(x, size, 0, 1) for x in cut))
-    tile = min(tile, keys.first.shape[0])
+    tile = min(max(tile, count), keys.first.shape[0])  # a merge sorts count + tile entries for `tile` new ones
 
     def meet(best: Any, held: _Keys) -> Any:
         tiles = _Keys(

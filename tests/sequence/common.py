@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,8 +38,8 @@ def mesh_of(layout):
     return jax.make_mesh((layout.cp,), ("cp",), devices=devices, axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def on_ranks(op, layout, length, *full):
-    """`op(sharder, *local)` on every rank; its outputs with a leading axis of ranks.
+def on_ranks(op, layout, length):
+    """run(*full): `op(sharder, *local)` on every rank; its outputs with a leading axis of ranks.
 
     `full` are arrays [B, length, ...] in global order (None passes through), padded with zeros.
     """
@@ -48,10 +49,10 @@ def on_ranks(op, layout, length, *full):
         out = op(sharder, *[None if x is None else sharder.shard(x, fill=0) for x in full])
         return jax.tree.map(lambda x: x[None], out)
 
-    if layout.cp == 1:
-        return jax.jit(body)(full)
-    mesh = mesh_of(layout)
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("cp"), axis_names={"cp"}))(full)
+    if layout.cp > 1:
+        body = jax.shard_map(body, mesh=mesh_of(layout), in_specs=P(), out_specs=P("cp"), axis_names={"cp"})
+    jitted = jax.jit(body)
+    return lambda *full: jitted(full)
 
 
 def in_order(out, layout, length):
@@ -61,10 +62,20 @@ def in_order(out, layout, length):
     return out[:, layout.inverse(out.shape[1])][:, :length]
 
 
-def random_documents(draw_lengths, pads=0):
+def documents(lengths, pads=0):
     """int32 [1, S]: documents of these lengths, then pads (id 0)."""
-    ids = np.repeat(np.arange(1, len(draw_lengths) + 1), draw_lengths)
+    ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     return np.concatenate([ids, np.zeros(pads, int)]).astype(np.int32)[None]
+
+
+def any_documents(length):
+    """Up to six documents and three pads in `length` tokens."""
+
+    def build(cuts, pads):
+        ids = 1 + np.searchsorted(sorted(cuts), np.arange(length), side="right")
+        return np.where(np.arange(length) < length - pads, ids, 0).astype(np.int32)[None]
+
+    return st.builds(build, st.sets(st.integers(1, length - 1), max_size=5), st.integers(0, 3))
 
 
 def moved_bytes(op, layout, length, dtype=jnp.float32):

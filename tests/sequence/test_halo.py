@@ -1,5 +1,7 @@
 """Halos and shifts in global order, on every layout."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from cpjax.sequence import halo, shift
 from cpjax.shard import Contiguous, Identity, Striped, Zigzag, make_sharder
-from tests.sequence.common import LAYOUTS, RUNS, Scattered, in_order, moved_bytes, on_ranks, random_documents
+from tests.sequence.common import LAYOUTS, RUNS, Scattered, any_documents, documents, in_order, moved_bytes, on_ranks
 
 DEPTHS = (0, 1, -1, 3, -4, 17, -100)
 
@@ -25,29 +27,26 @@ def dense_shift(x, depth, fill, ids=None):
     return out
 
 
-@settings(max_examples=12)
-@given(
-    st.sampled_from(LAYOUTS),
-    st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    st.integers(0, 3),
-    st.booleans(),
-)
-def test_shift_is_that_of_the_whole_sequence(layout, lengths, pads, use_documents):
-    ids = random_documents(lengths, pads)
-    length = ids.shape[1]
-    tokens = np.random.default_rng(0).integers(1, 1000, size=(1, length)).astype(np.int32)
-
+@functools.cache
+def all_shifts(layout, length):
     def op(sharder, x, ids):
         return [shift(x, depth, sharder=sharder, fill=-100, document_ids=ids) for depth in DEPTHS]
 
+    return on_ranks(op, layout, length)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(LAYOUTS), any_documents(21), st.booleans())
+def test_shift_is_that_of_the_whole_sequence(layout, ids, use_documents):
+    tokens = np.random.default_rng(0).integers(1, 1000, size=(1, 21)).astype(np.int32)
     ids = ids if use_documents else None
-    for depth, out in zip(DEPTHS, on_ranks(op, layout, length, tokens, ids), strict=True):
-        np.testing.assert_array_equal(in_order(out, layout, length), dense_shift(tokens, depth, -100, ids), str(depth))
+    for depth, out in zip(DEPTHS, all_shifts(layout, 21)(tokens, ids), strict=True):
+        np.testing.assert_array_equal(in_order(out, layout, 21), dense_shift(tokens, depth, -100, ids), str(depth))
 
 
 @pytest.mark.parametrize("layout", [Identity(), Contiguous(4), Zigzag(2), Striped(2)], ids=str)
 def test_gradient_of_a_shift_is_the_shift_back(layout):
-    ids = random_documents([5, 1, 9, 4], 2)
+    ids = documents([5, 1, 9, 4], 2)
     rng = np.random.default_rng(1)
     x, cotangent = rng.normal(size=(2, 1, 21, 3)).astype(np.float32)
 
@@ -57,21 +56,23 @@ def test_gradient_of_a_shift_is_the_shift_back(layout):
 
         return jax.grad(loss)(x)
 
-    got = in_order(on_ranks(op, layout, 21, x, cotangent, ids), layout, 21)
+    got = in_order(on_ranks(op, layout, 21)(x, cotangent, ids), layout, 21)
     np.testing.assert_array_equal(got, dense_shift(cotangent, -2, 0, ids))
 
 
-@settings(max_examples=8)
-@given(st.sampled_from(RUNS), st.integers(1, 40), st.integers(0, 9), st.integers(0, 9))
-def test_halo_is_a_window_of_the_whole_sequence(layout, length, before, after):
+@pytest.mark.parametrize("layout", RUNS, ids=str)
+def test_halo_is_a_window_of_the_whole_sequence(layout):
+    """Wider and narrower than the runs, to one side and to both."""
+    length, widths = 21, [(0, 0), (1, 0), (0, 2), (3, 3), (9, 4)]
     x = np.random.default_rng(0).normal(size=(2, length, 2)).astype(np.float32)
-    got = np.asarray(on_ranks(lambda s, x: halo(x, before, after, sharder=s), layout, length, x))
+    out = on_ranks(lambda s, x: [halo(x, *width, sharder=s) for width in widths], layout, length)(x)
     padded = layout.pad_length(length)
-    full = np.pad(x, [(0, 0), (before, padded - length + after), (0, 0)])
     run = padded // layout.cp // layout.runs
-    for rank in range(layout.cp):
-        for slot, start in enumerate(layout.run_starts(padded, rank)):
-            np.testing.assert_array_equal(got[rank, :, slot], full[:, start : start + before + run + after])
+    for (before, after), got in zip(widths, out, strict=True):
+        full = np.pad(x, [(0, 0), (before, padded - length + after), (0, 0)])
+        for rank in range(layout.cp):
+            for slot, start in enumerate(layout.run_starts(padded, rank)):
+                np.testing.assert_array_equal(got[rank][:, slot], full[:, start : start + before + run + after])
 
 
 @pytest.mark.parametrize("layout", [Contiguous(4), Zigzag(2)], ids=str)
@@ -81,7 +82,7 @@ def test_gradient_of_a_halo_returns_to_the_owner(layout):
     def op(sharder, x):
         return jax.grad(lambda x: halo(x, 5, 2, sharder=sharder).sum())(x)
 
-    got = in_order(on_ranks(op, layout, 16, np.ones((1, 16), np.float32)), layout, 16)
+    got = in_order(on_ranks(op, layout, 16)(np.ones((1, 16), np.float32)), layout, 16)
     counts = np.zeros(16)
     for start in range(0, 16, 4):
         counts[max(start - 5, 0) : start + 6] += 1
@@ -108,12 +109,12 @@ def test_only_the_edges_of_runs_travel(layout, slots):
 
 def test_r07_targets_are_shifted_once_for_each_depth():
     """Multi-token prediction at depth k reads input_ids[p + 1 + k] from labels that are shifted already."""
-    ids = random_documents([7, 5, 6], 2)
+    ids = documents([7, 5, 6], 2)
     tokens = np.where(ids > 0, np.arange(100, 120), 0).astype(np.int32)
     labels = dense_shift(tokens, 1, -100, ids)
     for layout in (Contiguous(2), Zigzag(2)):
-        out = on_ranks(
-            lambda s, x, d: [shift(x, k, sharder=s, fill=-100, document_ids=d) for k in (1, 2)], layout, 20, labels, ids
+        out = on_ranks(lambda s, x, d: [shift(x, k, sharder=s, fill=-100, document_ids=d) for k in (1, 2)], layout, 20)(
+            labels, ids
         )
         for k, got in enumerate(out, 1):
             np.testing.assert_array_equal(in_order(got, layout, 20), dense_shift(tokens, 1 + k, -100, ids))
@@ -121,11 +122,11 @@ def test_r07_targets_are_shifted_once_for_each_depth():
 
 def test_r09_no_target_crosses_documents():
     """Documents of 5, 3 and 8 tokens: the last depth + 1 tokens of each have no target."""
-    ids = random_documents([5, 3, 8])
+    ids = documents([5, 3, 8])
     tokens = np.arange(16, dtype=np.int32)[None]
     for layout in (Contiguous(2), Zigzag(4), Striped(4)):
-        out = on_ranks(
-            lambda s, x, d: [shift(x, k, sharder=s, fill=-100, document_ids=d) for k in (1, 2)], layout, 16, tokens, ids
+        out = on_ranks(lambda s, x, d: [shift(x, k, sharder=s, fill=-100, document_ids=d) for k in (1, 2)], layout, 16)(
+            tokens, ids
         )
         one, two = (np.flatnonzero(in_order(x, layout, 16)[0] == -100).tolist() for x in out)
         assert one == [4, 7, 15]

@@ -1,5 +1,7 @@
 """Windows and pools whose tokens may live on other ranks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpjax.sequence import pool, windows
-from cpjax.shard import Contiguous, Striped, Zigzag, make_sharder
-from tests.sequence.common import RUNS, moved_bytes, on_ranks, random_documents
+from cpjax.shard import Contiguous, Identity, Striped, Zigzag, make_sharder
+from tests.sequence.common import any_documents, documents, moved_bytes, on_ranks
 
 
 def dense_pool(x, length, stride, logits, ids):
@@ -37,44 +39,47 @@ def by_first(out):
     return found
 
 
-@settings(max_examples=10)
-@given(
-    st.sampled_from(RUNS),
-    st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    st.integers(0, 3),
-    st.sampled_from([(4, 4), (1, 3), (6, 2), (3, 5), (9, 4), (8, 16)]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_pools_are_those_of_the_whole_sequence(layout, lengths, pads, shape, use_documents, weighted):
-    ids = random_documents(lengths, pads)
-    rng = np.random.default_rng(0)
-    x, logits = rng.normal(size=(2, 1, ids.shape[1], 3))
-    ids = ids if use_documents else None
-    logits = logits if weighted else None
+SHAPES = [(4, 4), (6, 2), (3, 5), (9, 16)]
 
+
+@functools.cache
+def all_pools(layout, length):
     def op(sharder, x, logits, ids):
-        return pool(x, *shape, sharder=sharder, logits=logits, document_ids=ids)
+        return [pool(x, *shape, sharder=sharder, logits=logits, document_ids=ids) for shape in SHAPES]
 
+    return on_ranks(op, layout, length)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([Identity(), Contiguous(3), Contiguous(8), Zigzag(4)]),
+    any_documents(21),
+    st.sampled_from([(True, True), (True, False), (False, True)]),
+)
+def test_pools_are_those_of_the_whole_sequence(layout, ids, options):
+    use_documents, weighted = options
+    x, logits = np.random.default_rng(0).normal(size=(2, 1, 21, 3))
+    ids = ids if use_documents else None
     with jax.enable_x64(True):
-        out = on_ranks(op, layout, x.shape[1], x, logits, ids)
-    found = by_first(out)
-    wanted = dense_pool(x, *shape, np.zeros_like(x) if logits is None else logits, ids)
-    assert sorted(found) == sorted(wanted)
-    for first, values in wanted.items():
-        np.testing.assert_allclose(found[first], values, rtol=1e-12, atol=1e-13)
-    kept = np.asarray(out.first) >= 0
-    np.testing.assert_array_equal(np.asarray(out.last)[kept], np.asarray(out.first)[kept] + shape[0] - 1)
+        outs = all_pools(layout, 21)(x, logits if weighted else None, ids)
+    for shape, out in zip(SHAPES, outs, strict=True):
+        found = by_first(out)
+        wanted = dense_pool(x, *shape, logits if weighted else np.zeros_like(x), ids)
+        assert sorted(found) == sorted(wanted)
+        for first, values in wanted.items():
+            np.testing.assert_allclose(found[first], values, rtol=1e-12, atol=1e-13)
+        kept = np.asarray(out.first) >= 0
+        np.testing.assert_array_equal(np.asarray(out.last)[kept], np.asarray(out.first)[kept] + shape[0] - 1)
 
 
 @pytest.mark.parametrize("layout", [Contiguous(3), Zigzag(2)], ids=str)
 def test_gradients_equal_those_of_one_rank(layout):
     """Windows of 6 at stride 4 on runs of 7 and of 5 tokens: both edges of every run lie inside windows."""
-    ids = random_documents([9, 2, 8], 1)
+    ids = documents([9, 2, 8], 1)
     rng = np.random.default_rng(1)
-    x, logits, cotangent = rng.normal(size=(3, 1, 20, 2))
+    x, logits = rng.normal(size=(2, 1, 20, 2))
 
-    def op(sharder, x, logits, cotangent, ids):
+    def op(sharder, x, logits, ids):
         def loss(x, logits):
             out = pool(x, 6, 4, sharder=sharder, logits=logits, document_ids=ids)
             scale = jnp.where(out.first < 0, 0, 1.0 + out.first)[None, :, None]
@@ -83,8 +88,8 @@ def test_gradients_equal_those_of_one_rank(layout):
         return jax.grad(loss, (0, 1))(x, logits)
 
     with jax.enable_x64(True):
-        one = on_ranks(op, Contiguous(1), 20, x, logits, cotangent, ids)
-        many = on_ranks(op, layout, 20, x, logits, cotangent, ids)
+        one = on_ranks(op, Contiguous(1), 20)(x, logits, ids)
+        many = on_ranks(op, layout, 20)(x, logits, ids)
     order = layout.inverse(layout.pad_length(20))
     for got, wanted in zip(many, one, strict=True):
         got = np.moveaxis(np.asarray(got), 0, 1).reshape(1, -1, 2)[:, order][:, :20]
@@ -112,7 +117,7 @@ def test_two_series_of_overlapping_windows():
 
     with jax.enable_x64(True):
         for layout in (Contiguous(2), Zigzag(2), Contiguous(8)):  # runs of 12, 6 and 3 tokens
-            found = by_first(on_ranks(op, layout, length, kv, gate))
+            found = by_first(on_ranks(op, layout, length)(kv, gate))
             got = np.stack([found[w * ratio][0] for w in range(length // ratio)])
             np.testing.assert_allclose(got, np.stack(wanted), rtol=1e-12)
 
