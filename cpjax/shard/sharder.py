@@ -57,6 +57,10 @@ class Sharder:
         """This rank's number: traced inside `shard_map`, 0 when cp = 1."""
         return jax.lax.axis_index(self.axis_name) if self.cp > 1 else 0
 
+    def indices(self, rank: Any) -> Any:
+        """int32 [..., L]: global position of each token of `rank` (an int, numpy ranks, or traced)."""
+        return self.layout.indices(self.padded_length, rank)
+
     def positions(self) -> jax.Array:
         """int32 [L]: global position of each of this rank's tokens."""
         return jnp.asarray(self.layout.indices(self.padded_length, self.rank()))
