@@ -130,6 +130,7 @@ def with_slices(queries: Tokens, slices: jax.Array | None) -> Tokens:
     """Query tiles that know the slices [N, 5] which hold some of their queries."""
     if slices is None:
         return queries
+    slices = jnp.asarray(slices)
     low, high = queries.positions.min(-1)[:, None], queries.positions.max(-1)[:, None]
     touches = (slices[:, 0] <= high) & (low < slices[:, 1]) & (slices[:, 2] < slices[:, 3])
     order = jnp.argsort(~touches, axis=1, stable=True)
