@@ -25,7 +25,7 @@ class Mask:
 
         same document and not padding and ((causal and window and slices) or same vision group or prefix)
 
-    where a part that is not given allows everything left of the last two, and nothing for these.
+    Parts that are not given do not restrict, and the last two then add nothing.
 
     Attributes:
         causal: j <= i.

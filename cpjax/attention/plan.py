@@ -45,12 +45,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Which key heads a group of `members` ranks exchanges when each takes an equal part of the query heads.
-
-    Attributes:
-        sent: int [members, M], the key heads each member needs, filled up with others to the same number.
-        used: int [members, K'], which of them its K' groups of query heads use; None if that is all, in order.
-    """
+    """Which key heads `members` ranks exchange when each takes an equal part of the query heads."""
 
     heads: int
     kv_heads: int
@@ -58,11 +53,13 @@ class Heads:
 
     @property
     def sent(self) -> np.ndarray:
+        """int [members, M], the key heads each member needs, filled up with others to the same number."""
         first, last = self._needed()
         return np.minimum(first[:, None] + np.arange((last - first).max() + 1), self.kv_heads - 1)
 
     @property
     def used(self) -> np.ndarray | None:
+        """int [members, K'], which of them its K' groups of query heads use; None if that is all, in order."""
         own, group = self.heads // self.members, self.heads // self.kv_heads
         if own % group == 0 or group % own == 0:
             return None
