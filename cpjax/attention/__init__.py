@@ -2,6 +2,7 @@
 
 from cpjax.attention.api import attention
 from cpjax.attention.mask import Mask
+from cpjax.attention.plan import Plan, plan_transport
 from cpjax.attention.reference import dense_attention
 
-__all__ = ["Mask", "attention", "dense_attention"]
+__all__ = ["Mask", "Plan", "attention", "dense_attention", "plan_transport"]

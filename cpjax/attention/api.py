@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cpjax.attention import transport as transports
-from cpjax.attention.mask import Mask, segments_of
+from cpjax.attention.blockwise import Rule, accumulation_dtype
+from cpjax.attention.mask import Mask, check_mask, streams_of
+from cpjax.attention.plan import plan_transport
 from cpjax.attention.tiles import Tiling
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
-
-_TRANSPORTS: dict[str, Callable[..., jax.Array]] = {"allgather": transports.all_gather, "ring": transports.ring}
 
 
 def attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None = None,
     *,
     sharder: Sharder,
     mask: Mask,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
     transport: str = "ring",
 ) -> jax.Array:
     """Softmax attention of this rank's queries to the keys of all ranks.
@@ -37,11 +38,16 @@ def attention(
     Args:
         q: [B, L, H, D], this rank's tokens.
         k: [B, L, K, D], K a divisor of H.
-        v: [B, L, K, Dv].
+        v: [B, L, K, Dv], or None where the values are the keys, which then travel once.
         sharder: who holds which tokens.
         mask: who may attend to whom, its streams [B, L] local like q.
         scale: factor on the scores, D ** -0.5 by default.
-        transport: "ring" passes k and v on from rank to rank while computing; "allgather" gathers them first.
+        softcap: c: the scaled scores become c tanh(score / c).
+        sinks: [H], one more score per head that takes its share of the softmax and has no value.
+        transport: "ring" passes keys and values on from rank to rank while computing; "allgather" gathers them first;
+            "ulysses" exchanges them for all tokens of some of the heads, which the number of ranks must divide;
+            "ring_ulysses" does so in groups of ranks (":N" behind it: of N) and passes keys and values from group to
+            group; "auto" chooses. See `plan_transport`.
 
     Returns:
         [B, L, H, Dv] in q's dtype.
@@ -49,18 +55,31 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or mask streams that do not fit each other or the sharder, or an unknown transport.
     """
-    if transport not in _TRANSPORTS:
-        raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(_TRANSPORTS)}")
-    _check(q, k, v, sharder, mask)
-    tiling = Tiling.choose(sharder.local_length // max(sharder.layout.runs, 1), q.shape[0] * q.shape[2])
+    _check(q, k, v, sharder, mask, sinks, softcap)
+    plan = plan_transport(q, k, v, sharder=sharder, mask=mask, transport=transport)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    setup = transports.Setup(sharder, tiling, mask.causal, factor)
-    segments = jax.tree.map(lambda x: tiling.cut(x, 1, None), segments_of(mask))
+    cap = None if softcap is None else float(softcap)
+    rule = Rule(mask.reach(sharder.padded_length), factor, cap, 0 if v is None else q.shape[-1])
     # k and v travel as one array: two collectives would not both be hidden behind the computation.
-    kv = tiling.keys(jnp.concatenate([k, v], -1))
-    operands = _all_varying((tiling.queries(q, k.shape[2]), kv, *segments), sharder)
-    run = _TRANSPORTS[transport] if sharder.cp > 1 else transports.all_gather
-    return tiling.from_queries(run(setup, *operands))
+    kv = k if v is None else jnp.concatenate([k, v], -1)
+    sinks = None if sinks is None else sinks.astype(accumulation_dtype(q))
+    operands = _all_varying((q, kv, sinks, streams_of(mask), mask.slices), sharder)
+    q, kv, sinks, (q_streams, k_streams), slices = operands
+
+    if plan.members > 1:
+        q, kv = transports.to_heads(q, kv, sharder, plan.members)
+        if sinks is not None:
+            sinks = sinks.reshape(plan.members, -1)[sharder.rank() % plan.members]
+    elif plan.held > 1:
+        kv = transports.gather_keys(kv, sharder)
+    tiling = Tiling.choose(sharder.local_length // max(sharder.layout.runs, 1), q.shape[0] * q.shape[2])
+    setup = transports.Setup(plan, tiling, rule)
+    streams = transports.place_streams(q_streams, k_streams, sharder, setup)
+    if sinks is not None:
+        sinks = sinks.reshape(kv.shape[2], -1)
+    tiles = tiling.queries(q, kv.shape[2]), tiling.keys(kv)
+    output = tiling.from_queries(transports.attend(setup, *tiles, sinks, sharder, *streams, slices))
+    return transports.to_tokens(output, sharder, plan.members) if plan.members > 1 else output
 
 
 def _all_varying(operands: Any, sharder: Sharder) -> Any:
@@ -73,7 +92,8 @@ def _all_varying(operands: Any, sharder: Sharder) -> Any:
     return jax.tree.map(functools.partial(vary_over, axes=axes), operands)
 
 
-def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask) -> None:
+def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask, sinks: Any, softcap: Any) -> None:
+    v = k if v is None else v
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"attention was given {shapes}: all three must be [B, L, heads, width]")
@@ -94,10 +114,8 @@ def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask) -> None:
             f"attention was given {q.shape[1]} tokens, but each of the {sharder.cp} ranks of this sharder holds "
             f"{sharder.local_length}: call it inside shard_map on the local tokens (sharder.take_local)"
         )
-    for name in ("document_ids", "padding_mask"):
-        stream = getattr(mask, name)
-        if stream is not None and stream.shape != q.shape[:2]:
-            raise ValueError(
-                f"mask.{name} has shape {stream.shape}, but the local tokens are [B, L] = {q.shape[:2]}: shard it like "
-                "q (sharder.take_local)"
-            )
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"attention was given sinks {sinks.shape} for {q.shape[2]} query heads: give one for each")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"attention was given softcap={softcap}: give a number above 0, or None")
+    check_mask(mask, q.shape[:2])

@@ -5,13 +5,15 @@ Formulas: the online softmax of FlashAttention (arXiv 2205.14135) and its backwa
 Tiled operands, n tiles of t tokens each, every tile one contiguous slice:
 
     q, output   [n, B, K, G, t, D]     G = H / K query heads share a key head
-    kv, dkv     [n, B, K, t, D + Dv]   keys and values side by side, so that they travel as one array
+    kv, dkv     [n, B, K, t, W]        keys and values in one array, so that they travel as one: side by side,
+                                       W = D + Dv, or (values that are the keys) W = D = Dv
     peak, total, delta  [n, B, K, G, t]
-    tokens      positions [n, t], segments [n, B, t]
+    tokens      see `cpjax.attention.mask.Tokens`
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +22,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cpjax.attention.mask import Tokens, pair_mask, tile_mask
+from cpjax.attention.mask import Reach, Tokens, pair_mask, tile_mask
 from cpjax.varying import vary_over, varying_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Static facts of a score.
+
+    Attributes:
+        reach: bounds of j - i.
+        scale: factor on the products.
+        softcap: c in c tanh(score / c), or None.
+        values: the first column of kv that belongs to the values: D, or 0 where they are the keys.
+    """
+
+    reach: Reach
+    scale: float
+    softcap: float | None
+    values: int
 
 
 class State(NamedTuple):
@@ -50,9 +69,7 @@ def start(q: jax.Array, width: int) -> State:
     return jax.tree.map(functools.partial(vary_over, axes=varying_axes(q)), state)
 
 
-def forward(
-    state: State, q: jax.Array, kv: jax.Array, queries: Tokens, keys: Tokens, *, causal: bool, scale: float
-) -> State:
+def forward(state: State, q: jax.Array, kv: jax.Array, queries: Tokens, keys: Tokens, rule: Rule) -> State:
     """The state after meeting these keys too; each key is to be met once, in any order."""
     product = functools.partial(_product, dtype=accumulation_dtype(q))
     width = q.shape[-1]
@@ -61,8 +78,10 @@ def forward(
         q_tile, here = q[i], jax.tree.map(lambda x: x[i], state)
 
         def visit(j, mask, here):
-            k, v = kv[j][..., :width], kv[j][..., width:]
-            scores = product(q_tile, k, (4,), (3,)) * scale
+            k, v = kv[j][..., :width], kv[j][..., rule.values :]
+            scores = product(q_tile, k, (4,), (3,)) * rule.scale
+            if rule.softcap is not None:
+                scores = rule.softcap * jnp.tanh(scores / rule.softcap)
             scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
             peak = jnp.maximum(here.peak, scores.max(-1))
             shift = jnp.where(peak == -jnp.inf, 0, peak)  # a row without a key so far: exp(-inf - 0) = 0
@@ -74,12 +93,22 @@ def forward(
         here = pairs.visit(i, visit, here)
         return jax.tree.map(lambda x, tile: _put(x, tile, i), state, here)
 
-    pairs = _Pairs(queries, keys, causal)
+    pairs = _Pairs(queries, keys, rule.reach)
     return lax.fori_loop(0, q.shape[0], row, state)
 
 
-def finish(state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output, peak and total over all keys. A query that met no key has output 0, and a peak that makes its p 0."""
+def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output, peak and total over all keys. A query that met no key has output 0, and a peak that makes its p 0.
+
+    `sinks` [K, G] are one more score per head, without a value.
+    """
+    if sinks is not None:
+        sinks = sinks[:, :, None]
+        peak = jnp.maximum(state.peak, sinks)
+        shift = jnp.where(peak == -jnp.inf, 0, peak)
+        decay = jnp.exp(state.peak - shift)
+        total = state.total * decay + jnp.exp(sinks - shift)
+        state = State(state.output * decay[..., None], peak, total)
     some = state.total > 0
     total = jnp.where(some, state.total, 1)
     # Two numbers rather than their log-sum-exp, which would round away log(total) beside a large peak.
@@ -96,9 +125,7 @@ def backward(
     delta: jax.Array,
     queries: Tokens,
     keys: Tokens,
-    *,
-    causal: bool,
-    scale: float,
+    rule: Rule,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of attention, the part that is due to these keys.
 
@@ -122,28 +149,32 @@ def backward(
 
         def visit(j, mask, carry):  # tiles of scores are [B, K, keys, G, queries] here
             dq_tile, dkv = carry
-            k, v = kv[j][..., :width], kv[j][..., width:]
-            p = jnp.exp(product(k, q_tile, (3,), (4,)) * scale - peak_tile) * weight
+            k, v = kv[j][..., :width], kv[j][..., rule.values :]
+            scores, slope = product(k, q_tile, (3,), (4,)) * rule.scale, jnp.asarray(rule.scale, dtype)
+            if rule.softcap is not None:
+                capped = jnp.tanh(scores / rule.softcap)
+                scores, slope = rule.softcap * capped, rule.scale * (1 - capped**2)
+            p = jnp.exp(scores - peak_tile) * weight
             p = jnp.where(mask.swapaxes(1, 2)[:, None, :, None], p, 0)
-            ds = p * (product(v, grad_tile, (3,), (4,)) - delta_tile) * scale
+            ds = p * (product(v, grad_tile, (3,), (4,)) - delta_tile) * slope
             dkv = _add(dkv, product(ds.astype(q.dtype), q_tile, (3, 4), (2, 3)), j)
-            dkv = _add(dkv, product(p.astype(q.dtype), grad_tile, (3, 4), (2, 3)), j, width)
+            dkv = _add(dkv, product(p.astype(q.dtype), grad_tile, (3, 4), (2, 3)), j, rule.values)
             # Not in bfloat16: XLA's CPU backend has no such product with the contracted axis first.
             return dq_tile + product(k.astype(dtype), ds, (2,), (2,)), dkv
 
         dq_tile, dkv = pairs.visit(i, visit, (dq[i], dkv))
         return _put(dq, dq_tile, i), dkv
 
-    pairs = _Pairs(queries, keys, causal)
+    pairs = _Pairs(queries, keys, rule.reach)
     return lax.fori_loop(0, q.shape[0], row, (dq, vary_over(jnp.zeros(kv.shape, dtype), varying_axes(q))))
 
 
 class _Pairs:
     """The pairs of tiles that have work."""
 
-    def __init__(self, queries: Tokens, keys: Tokens, causal: bool) -> None:
-        self.queries, self.keys, self.causal = queries, keys, causal
-        some = tile_mask(queries, keys, causal=causal)
+    def __init__(self, queries: Tokens, keys: Tokens, reach: Reach) -> None:
+        self.queries, self.keys, self.reach = queries, keys, reach
+        some = tile_mask(queries, keys, reach)
         self.columns = jnp.argsort(~some, axis=1, stable=True).astype(jnp.int32)
         self.counts = some.sum(1, dtype=jnp.int32)
 
@@ -154,7 +185,7 @@ class _Pairs:
         def body(n, carry):
             j = self.columns[i, n]
             keys = jax.tree.map(lambda x: x[j], self.keys)
-            return step(j, pair_mask(queries, keys, causal=self.causal), carry)
+            return step(j, pair_mask(queries, keys, self.reach), carry)
 
         return lax.fori_loop(0, self.counts[i], body, carry)
 

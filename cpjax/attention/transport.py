@@ -1,12 +1,20 @@
-"""How queries meet the keys of other ranks. Every function here runs inside `shard_map`, or with cp = 1 anywhere.
+"""How queries meet the keys of other ranks. Runs inside `shard_map`, or with cp = 1 anywhere.
 
-Operands are tiled, see `cpjax.attention.blockwise`; the output is too.
+Every transport is the same walk: a rank holds the keys of a group of ranks, and groups pass theirs on around a ring.
+
+| transport | queries of | keys held at a time |
+|---|---|---|
+| ring | this rank | one rank |
+| all-gather | this rank | all ranks: a ring of one group |
+| ulysses | all ranks, some of the heads | all ranks |
+| ring x ulysses | a group of ranks, some of the heads | that group |
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from cpjax.attention import blockwise
-from cpjax.attention.mask import NO_KEY, Tokens
+from cpjax.attention.exchange import all_gather, all_to_all, permute
+from cpjax.attention.mask import NO_KEY, NO_PARTNER, Streams, Tokens, with_slices
+from cpjax.attention.plan import Heads, Plan
 from cpjax.attention.tiles import Tiling
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
@@ -24,132 +34,187 @@ from cpjax.varying import vary_over, varying_axes
 class Setup:
     """Static facts of one attention call."""
 
-    sharder: Sharder
+    plan: Plan
     tiling: Tiling
-    causal: bool
-    scale: float
-
-    @property
-    def kernel(self) -> dict[str, Any]:
-        """Static arguments of the block kernel."""
-        return {"causal": self.causal, "scale": self.scale}
-
-    def queries(self, segments: Any) -> Tokens:
-        """This rank's queries."""
-        return Tokens(self.tiling.cut(self.sharder.positions(), 0, None), segments)
-
-    def keys(self, ranks: Any, segments: Any) -> Tokens:
-        """The keys of one rank, or of several one after the other."""
-        positions = jnp.asarray(self.sharder.layout.indices(self.sharder.padded_length, ranks)).reshape(-1)
-        return Tokens(self.tiling.cut(positions, 0, NO_KEY), segments)
+    rule: blockwise.Rule
 
 
-def all_gather(setup: Setup, q: Any, kv: Any, q_segments: Any, k_segments: Any) -> jax.Array:
-    """Every rank gathers all keys and values; their gradients are summed and scattered back (psum_scatter)."""
-    sharder = setup.sharder
-    if sharder.cp > 1:
-        gather = functools.partial(lax.all_gather, axis_name=sharder.axis_name, axis=0, tiled=True)
-        kv, k_segments = jax.tree.map(gather, (kv, k_segments))
-    keys = setup.keys(jnp.arange(sharder.cp, dtype=jnp.int32), k_segments)
-    return _local(setup, q, kv, setup.queries(q_segments), keys)
+def to_heads(q: jax.Array, kv: jax.Array, sharder: Sharder, members: int) -> tuple[jax.Array, jax.Array]:
+    """This rank's tokens with all heads, to the tokens of all members of its group with this member's heads.
+
+    Args:
+        q: [B, L, H, D].
+        kv: [B, L, K, W]. A key head that several members need is sent to each of them once.
+
+    Returns:
+        [B, members L, H / members, D] and [B, members L, K', W], where K' divides H / members.
+    """
+    heads, kv_heads = Heads(q.shape[2], kv.shape[2], members), kv.shape[2]
+    if members % kv_heads == 0:
+        kv = jnp.repeat(kv, members // kv_heads, axis=2)
+    elif kv_heads % members:
+        kv = jnp.take(kv, heads.sent.reshape(-1), axis=2)
+    kv = _swap(kv, sharder, members)
+    if heads.used is not None:
+        kv = jnp.take(kv, jnp.asarray(heads.used)[sharder.rank() % members], axis=2)
+    return _swap(q, sharder, members), kv
+
+
+def _swap(x: jax.Array, sharder: Sharder, members: int) -> jax.Array:
+    """[B, L, members h, D] -> [B, members L, h, D]."""
+    batch, length, _, width = x.shape
+    x = jnp.moveaxis(x.reshape(batch, length, members, -1, width), 2, 0)
+    x = all_to_all(x, sharder.axis_name, sharder.cp)
+    return jnp.moveaxis(x, 0, 1).reshape(batch, members * length, -1, width)
+
+
+def to_tokens(x: jax.Array, sharder: Sharder, members: int) -> jax.Array:
+    """Inverse of what `to_heads` does to q: [B, members L, h, D] -> [B, L, members h, D]."""
+    batch, length, _, width = x.shape
+    x = jnp.moveaxis(x.reshape(batch, members, length // members, -1, width), 1, 0)
+    x = all_to_all(x, sharder.axis_name, sharder.cp)
+    return jnp.moveaxis(x, 0, 2).reshape(batch, length // members, -1, width)
+
+
+def gather_keys(kv: jax.Array, sharder: Sharder) -> jax.Array:
+    """[B, L, K, W] -> [B, T, K, W], ranks one after the other."""
+    kv = jnp.moveaxis(all_gather(kv, sharder.axis_name, sharder.cp), 0, 1)
+    return kv.reshape(kv.shape[0], -1, *kv.shape[3:])
+
+
+def place_streams(queries: Streams, keys: Streams, sharder: Sharder, setup: Setup) -> tuple[Streams, Streams]:
+    """Streams [B, L] as `attend` wants them: tiled, those of the group's queries and those of all ranks' keys.
+
+    Four bytes a token: gathered once, as one array, rather than sent along with every hop.
+    """
+    cut, members = setup.tiling.cut, setup.plan.members
+    queries = Streams(*(None if x is None else cut(x, 1, None) for x in queries))
+    keys = Streams(*(None if x is None else cut(x, 1, fill) for x, fill in zip(keys, NO_PARTNER, strict=True)))
+    leaves, structure = jax.tree.flatten((queries, keys) if members > 1 else keys)
+    if sharder.cp > 1 and leaves:
+        gathered = all_gather(jnp.stack(leaves), sharder.axis_name, sharder.cp)
+        leaves = [gathered[:, i] for i in range(len(leaves))]
+    else:
+        leaves = [x[None] for x in leaves]
+    if members == 1:
+        return queries, jax.tree.unflatten(structure, leaves)
+    queries, keys = jax.tree.unflatten(structure, leaves)
+    first = sharder.rank() // members * members
+    return jax.tree.map(lambda x: _flat(lax.dynamic_slice_in_dim(x, first, members)), queries), keys
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _local(setup: Setup, q: Any, kv: Any, queries: Tokens, keys: Tokens) -> jax.Array:
-    return _local_forward(setup, q, kv, queries, keys)[0]
+def attend(
+    setup: Setup, q: Any, kv: Any, sinks: Any, sharder: Sharder, q_streams: Streams, k_streams: Streams, slices: Any
+) -> jax.Array:
+    """Attention by the walk; what travels hops while the rank computes (arXiv 2310.01889).
+
+    Args:
+        q, kv: tiles of the group's queries and of the keys held first, see `cpjax.attention.blockwise`.
+        sinks: [K, G] or None.
+        q_streams: [n, B, t]; k_streams: [cp, n, B, t].
+        slices: int32 [N, 5] or None.
+
+    Returns:
+        The output, tiled like q.
+    """
+    return _forward(setup, q, kv, sinks, sharder, q_streams, k_streams, slices)[0]
 
 
-def _local_forward(setup: Setup, q: Any, kv: Any, queries: Tokens, keys: Tokens) -> tuple[Any, Any]:
-    state = blockwise.start(q, kv.shape[-1] - q.shape[-1])
-    output, *statistics = blockwise.finish(blockwise.forward(state, q, kv, queries, keys, **setup.kernel))
+def _forward(setup: Setup, q: Any, kv: Any, sinks: Any, *where: Any) -> tuple[Any, Any]:
+    walk = _Walk(setup, *where)
+    state = blockwise.start(q, kv.shape[-1] - setup.rule.values)
+
+    def meet(step, state, kv):
+        return blockwise.forward(state, q, kv, *walk.tokens(step), setup.rule)
+
+    def way(direction, first, hops, kv, state):
+        def hop(n, carry):
+            kv, state = carry
+            following = walk.permute(kv, direction)  # before the computation, which hides it
+            return following, meet(n * direction, state, kv)
+
+        kv, state = _loop(first, hops, hop, (kv, state))
+        return meet(hops * direction, state, kv)
+
+    ahead, back = setup.plan.hops
+    state = way(1, 0, ahead, kv, state)
+    if back:
+        state = way(-1, 1, back, walk.permute(kv, -1), state)
+    output, *statistics = blockwise.finish(state, sinks)
     output = output.astype(q.dtype)
-    return output, (q, kv, output, *statistics, queries, keys)
+    return output, (q, kv, sinks, output, *statistics, where)
 
 
-def _local_backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, kv, output, peak, total, queries, keys = residuals
-    delta = _delta(output, grad)
-    dq, dkv = blockwise.backward(_zero_dq(q), q, kv, grad, peak, total, delta, queries, keys, **setup.kernel)
-    return _from_dq(dq, q), dkv.astype(kv.dtype), None, None
-
-
-_local.defvjp(_local_forward, _local_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring(setup: Setup, q: Any, kv: Any, q_segments: Any, k_segments: Any) -> jax.Array:
-    """Keys and values travel around the ring, and in the backward their gradients with them (arXiv 2310.01889)."""
-    return _ring_forward(setup, q, kv, q_segments, k_segments)[0]
-
-
-def _ring_forward(setup: Setup, q: Any, kv: Any, q_segments: Any, k_segments: Any) -> tuple[Any, Any]:
-    places = _Ring(setup, q_segments, k_segments)
-
-    def hop(step, carry):
-        kv, state = carry
-        following = places.permute(kv)  # before the computation, which hides it
-        return following, blockwise.forward(state, q, kv, *places.tokens(step), **setup.kernel)
-
-    last = setup.sharder.cp - 1
-    here, state = lax.fori_loop(0, last, hop, (kv, blockwise.start(q, kv.shape[-1] - q.shape[-1])))
-    output, *statistics = blockwise.finish(blockwise.forward(state, q, here, *places.tokens(last), **setup.kernel))
-    output = output.astype(q.dtype)
-    return output, (q, kv, output, *statistics, q_segments, k_segments)
-
-
-def _ring_backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, kv, output, peak, total, q_segments, k_segments = residuals
-    places = _Ring(setup, q_segments, k_segments)
-    delta = _delta(output, grad)
+def _backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
+    q, kv, sinks, output, peak, total, where = residuals
+    walk = _Walk(setup, *where)
+    dtype = blockwise.accumulation_dtype(output)
+    delta = (output.astype(dtype) * grad.astype(dtype)).sum(-1)
 
     def meet(step, dq, kv):
-        return blockwise.backward(dq, q, kv, grad, peak, total, delta, *places.tokens(step), **setup.kernel)
+        return blockwise.backward(dq, q, kv, grad, peak, total, delta, *walk.tokens(step), setup.rule)
 
-    def hop(step, carry):
-        kv, dq, dkv = carry
-        # Both collectives start before this hop's computation, which hides them: that is why the gradients sent are
-        # those of the previous hop.
-        arrived, following = places.permute(dkv), places.permute(kv)
-        dq, dkv = meet(step, dq, kv)
-        return following, dq, arrived + dkv
+    def way(direction, hops, dq, dkv):
+        """Follows the keys away from home, taking dkv along, and brings the sum of their gradients home."""
 
-    carry = (places.permute(kv), *meet(0, _zero_dq(q), kv))
-    _, dq, dkv = lax.fori_loop(1, setup.sharder.cp, hop, carry)
-    return _from_dq(dq, q), places.permute(dkv).astype(kv.dtype), None, None  # the last hop brings dkv home
+        def hop(n, carry):
+            kv, dq, dkv = carry
+            # Both start before this hop's computation, which hides them: that is why the gradients sent are those of
+            # the hop before, and why one kv too many is sent (to leave it out costs a third copy of the kernel).
+            arrived, following = walk.permute(dkv, direction), walk.permute(kv, direction)
+            dq, dkv = meet(n * direction, dq, kv)
+            return following, dq, arrived + dkv
+
+        _, dq, dkv = lax.fori_loop(1, hops + 1, hop, (walk.permute(kv, direction), dq, dkv))
+        return dq, walk.permute(dkv, -hops * direction)
+
+    zero = jnp.zeros((*q.shape[:3], q.shape[5], *q.shape[3:5]), dtype)
+    dq, dkv = meet(0, vary_over(zero, varying_axes(q)), kv)
+    for direction, hops in zip((1, -1), setup.plan.hops, strict=True):
+        if hops == 1:
+            dq, away = meet(direction, dq, walk.permute(kv, direction))
+            dkv = dkv + walk.permute(away, -direction)
+        elif hops and direction == 1:
+            dq, dkv = way(direction, hops, dq, dkv)
+        elif hops:
+            dq, home = way(direction, hops, dq, jnp.zeros_like(dkv))
+            dkv = dkv + home
+    dsinks = None
+    if sinks is not None:
+        weight = jnp.exp(sinks[:, :, None] - peak) / total
+        dsinks = -(weight * delta).sum((0, 1, 4)).astype(sinks.dtype)
+    return jnp.moveaxis(dq, 3, -1).astype(q.dtype), dkv.astype(kv.dtype), dsinks, None, None, None, None
 
 
-ring.defvjp(_ring_forward, _ring_backward)
+attend.defvjp(_forward, _backward)
 
 
-class _Ring:
-    """Where things are: at step s a rank holds the keys of rank - s."""
+class _Walk:
+    """Where things are: at step s a rank holds the keys of the group s before its own in the ring."""
 
-    def __init__(self, setup: Setup, q_segments: Any, k_segments: Any) -> None:
-        self.setup = setup
-        self.queries = setup.queries(q_segments)
-        # Four bytes a token: gathered once rather than sent along with every hop.
-        self.segments = None if k_segments is None else lax.all_gather(k_segments, setup.sharder.axis_name)
+    def __init__(self, setup: Setup, sharder: Sharder, q_streams: Streams, k_streams: Streams, slices: Any) -> None:
+        self.setup, self.sharder, self.streams = setup, sharder, k_streams
+        members = setup.plan.members
+        ranks = sharder.rank() // members * members + jnp.arange(members, dtype=jnp.int32)
+        positions = setup.tiling.cut(_flat(sharder.indices(ranks)), 0, None)
+        self.queries = with_slices(Tokens(positions, q_streams), slices)
 
     def tokens(self, step: Any) -> tuple[Tokens, Tokens]:
-        """The queries of this rank, and the keys it holds at `step`."""
-        source = (self.setup.sharder.rank() - step) % self.setup.sharder.cp
-        return self.queries, self.setup.keys(source, None if self.segments is None else self.segments[source])
+        """The queries, and the keys held at `step`."""
+        held = self.setup.plan.held
+        first = (self.sharder.rank() // held - jnp.int32(step)) % (self.sharder.cp // held) * held
+        positions = _flat(self.sharder.indices(first + jnp.arange(held, dtype=jnp.int32)))
+        streams = jax.tree.map(lambda x: _flat(lax.dynamic_slice_in_dim(x, first, held)), self.streams)
+        return self.queries, Tokens(self.setup.tiling.cut(positions, 0, NO_KEY), streams)
 
-    def permute(self, x: jax.Array) -> jax.Array:
-        cp = self.setup.sharder.cp
-        return lax.ppermute(x, self.setup.sharder.axis_name, [(r, (r + 1) % cp) for r in range(cp)])
-
-
-def _delta(output: jax.Array, grad: jax.Array) -> jax.Array:
-    dtype = blockwise.accumulation_dtype(output)
-    return (output.astype(dtype) * grad.astype(dtype)).sum(-1)
+    def permute(self, x: jax.Array, groups: int) -> jax.Array:
+        return permute(x, self.sharder.axis_name, self.sharder.cp, groups * self.setup.plan.held)
 
 
-def _zero_dq(q: jax.Array) -> jax.Array:
-    n, b, kv_heads, group, t, width = q.shape
-    zero = jnp.zeros((n, b, kv_heads, width, group, t), blockwise.accumulation_dtype(q))
-    return vary_over(zero, varying_axes(q))
+def _loop(first: int, end: int, body: Callable[..., Any], carry: Any) -> Any:
+    return lax.fori_loop(first, end, body, carry) if first < end else carry
 
 
-def _from_dq(dq: jax.Array, q: jax.Array) -> jax.Array:
-    return jnp.moveaxis(dq, 3, -1).astype(q.dtype)
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[2:])

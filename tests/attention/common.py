@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -14,25 +15,52 @@ from jax.sharding import PartitionSpec as P
 from cpjax.attention import Mask, attention, dense_attention
 from cpjax.shard import layout_from_name
 
+FILLS = {"document_ids": 0, "padding_mask": True, "vision_group_ids": -1, "prefix": False}
+"""What each stream of a mask holds at pads."""
+
 
 class Problem(NamedTuple):
-    """Arrays [B, S, ...] in global order; `g` is the cotangent of the output."""
+    """Arrays [B, S, ...] in global order; `g` is the cotangent of the output. `v` may be None, `sinks` is [H]."""
 
     q: Any
     k: Any
     v: Any
     g: Any
+    sinks: Any = None
     document_ids: Any = None
     padding_mask: Any = None
+    vision_group_ids: Any = None
+    prefix: Any = None
+    slices: Any = None
+
+    def streams(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in FILLS if getattr(self, name) is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is static of a problem."""
+
+    causal: bool = True
+    window: tuple = (None, None)
+    scale: float | None = None
+    softcap: float | None = None
+    longest_document: int | None = None
+
+    def mask(self, slices: Any, streams: dict[str, Any]) -> Mask:
+        return Mask(self.causal, window=self.window, longest_document=self.longest_document, slices=slices, **streams)
 
 
 def problem(
-    length: int, *, batch=2, heads=4, kv_heads=2, width=8, v_width=6, documents=None, padding=None, seed=0
-) -> Problem:
+    length: int, *, batch=2, heads=4, kv_heads=2, width=8, v_width=6, shared=False, sinks=False, seed=0,
+    documents=None, padding=None, **masks,
+) -> Problem:  # fmt: skip
     rng = np.random.default_rng(seed)
+    v_width = width if shared else v_width
     shapes = ((heads, width), (kv_heads, width), (kv_heads, v_width), (heads, v_width))
     q, k, v, g = (rng.normal(size=(batch, length, *shape)) for shape in shapes)
-    return Problem(q, k, v, g, documents, padding)
+    sink = rng.normal(size=heads) if sinks else None
+    return Problem(q, k, None if shared else v, g, sink, documents, padding, **masks)
 
 
 def documents_of(*rows: list[int], length: int) -> np.ndarray:
@@ -53,15 +81,16 @@ def mesh_of(cp: int) -> jax.sharding.Mesh:
     return jax.make_mesh((cp,), ("cp",), devices=jax.devices()[:cp], axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def solve(p: Problem, cp: int, layout_name: str, transport: str, dtype=jnp.float32, *, causal=True, scale=None):
-    """Output and gradients (dq, dk, dv), numpy [B, S, ...] in global order.
+def solve(p: Problem, cp: int, layout_name: str, transport: str, dtype=jnp.float32, **form):
+    """Output and gradients (dq, dk, then dv and dsinks where there are these), numpy, tokens in global order.
 
     The padded slots hold noise, are marked by the streams that `p` has, and their outputs must be finite.
     """
-    layout = layout_from_name(layout_name, cp)
+    layout, how = layout_from_name(layout_name, cp), Form(**form)
     length = p.q.shape[1]
     padded = layout.pad_length(length)
-    assert padded == length or p.document_ids is not None or p.padding_mask is not None or causal
+    marked = p.document_ids is not None or p.padding_mask is not None or how.causal or p.slices is not None
+    assert padded == length or marked
     order = layout.indices(padded, np.arange(cp)).reshape(-1)
 
     def place(x, fill):
@@ -71,41 +100,138 @@ def solve(p: Problem, cp: int, layout_name: str, transport: str, dtype=jnp.float
         return x[:, order]
 
     with x64(dtype):
-        q, k, v, g = (jnp.asarray(place(x, fill), dtype) for x, fill in zip(p[:4], (3, 3, 3, 0), strict=True))
-        streams = place(p.document_ids, 0), place(p.padding_mask, True)
-        results = program(layout, length, padded, transport, causal, scale)(q, k, v, g, streams)
-        results = [np.asarray(x)[:, layout.inverse(padded)] for x in results]
+        q, k, v, g = (None if x is None else jnp.asarray(place(x, f), dtype)
+                      for x, f in zip(p[:4], (3, 3, 3, 0), strict=True))  # fmt: skip
+        sinks = None if p.sinks is None else jnp.asarray(p.sinks, dtype)
+        streams = {name: place(x, FILLS[name]) for name, x in p.streams().items()}
+        output, *grads = program(layout, length, padded, transport, how)((q, k, v, sinks), g, streams, p.slices)
+        results = [np.asarray(x)[:, layout.inverse(padded)] for x in (output, *grads[: 3 - (v is None)])]
     assert all(np.isfinite(x).all() for x in results)
-    return [x[:, :length] for x in results]
+    return [x[:, :length] for x in results] + [np.asarray(x) for x in grads[3 - (v is None) :]]
 
 
-@functools.cache
-def program(layout, length, padded, transport, causal, scale):
-    """Jitted (q, k, v, g, (document_ids, padding_mask)) -> output, dq, dk, dv on rank-major sequences."""
+def function(layout, length, padded, transport, form=Form()):
+    """((q, k, v, sinks), streams, slices) -> output, on rank-major sequences."""
     from cpjax.shard import Sharder
 
     sharder = Sharder(layout, length, padded)
 
-    def body(q, k, v, g, streams):
-        def run(q, k, v):
-            mask = Mask(causal, *streams)
-            return attention(q, k, v, sharder=sharder, mask=mask, transport=transport, scale=scale)
+    def output(operands, streams, slices):
+        def body(q, k, v, sinks, streams, slices):
+            return attention(
+                q, k, v, sinks=sinks, sharder=sharder, mask=form.mask(slices, streams), transport=transport,
+                scale=form.scale, softcap=form.softcap,
+            )  # fmt: skip
 
-        output, pull = jax.vjp(run, q, k, v)
-        return output, *pull(g)
+        if layout.cp == 1:
+            return body(*operands, streams, slices)
+        cp = P(None, "cp")
+        return jax.shard_map(
+            body, mesh=mesh_of(layout.cp), in_specs=(cp, cp, cp, P(), cp, P()), out_specs=cp, axis_names={"cp"}
+        )(*operands, streams, slices)
 
-    if layout.cp == 1:
-        return jax.jit(body)
-    spec = P(None, "cp")
-    return jax.jit(jax.shard_map(body, mesh=mesh_of(layout.cp), in_specs=spec, out_specs=spec, axis_names={"cp"}))
+    return output
 
 
-def solve_dense(p: Problem, dtype=jnp.float64, *, causal=True, scale=None):
+@functools.cache
+def program(layout, length, padded, transport, form=Form()):
+    """Jitted ((q, k, v, sinks), g, streams, slices) -> output, gradients."""
+    output = function(layout, length, padded, transport, form)
+
+    def run(operands, g, streams, slices):
+        out, pull = jax.vjp(lambda operands: output(operands, streams, slices), operands)
+        return out, *jax.tree.leaves(pull(g)[0])
+
+    return jax.jit(run)
+
+
+def solve_dense(p: Problem, dtype=jnp.float64, **form):
+    """`solve` by cpjax's own `dense_attention`."""
+    how = Form(**form)
     with x64(dtype):
-        q, k, v, g = (jnp.asarray(x, dtype) for x in p[:4])
-        mask = Mask(causal, *(None if x is None else jnp.asarray(x) for x in p[4:]))
-        output, pull = jax.vjp(lambda q, k, v: dense_attention(q, k, v, mask=mask, scale=scale), q, k, v)
-        return [np.asarray(x) for x in (output, *pull(g))]
+        operands = [None if x is None else jnp.asarray(x, dtype) for x in (*p[:3], p.sinks)]
+        slices = None if p.slices is None else jnp.asarray(p.slices)
+        mask = how.mask(slices, {name: jnp.asarray(x) for name, x in p.streams().items()})
+
+        def run(operands):
+            q, k, v, sinks = operands
+            return dense_attention(q, k, v, mask=mask, sinks=sinks, scale=how.scale, softcap=how.softcap)
+
+        output, pull = jax.vjp(run, operands)
+        return [np.asarray(x) for x in (output, *jax.tree.leaves(pull(jnp.asarray(p.g, dtype))[0]))]
+
+
+def allowed(p: Problem, causal=True, window=(None, None), **_) -> np.ndarray:
+    """bool [B, S, S], pair by pair from the definitions, without a line of the library."""
+    batch, length = p.q.shape[:2]
+    i, j = np.indices((length, length))
+    seen = (j <= i) if causal else np.ones((length, length), bool)
+    if window[0] is not None:
+        seen = seen & (i - j <= window[0])
+    if window[1] is not None:
+        seen = seen & (j - i <= window[1])
+    if p.slices is not None:
+        union = np.zeros((length, length), bool)
+        for q0, q1, k0, k1, kind in p.slices.tolist():
+            q1, k1 = max(q0, q1), max(k0, k1)
+            block = np.ones((q1 - q0, k1 - k0), bool)
+            if kind in (1, 3):  # a diagonal that ends in the bottom right corner
+                block = block & (np.arange(k1 - k0) - (k1 - k0) <= np.arange(q1 - q0)[:, None] - (q1 - q0))
+            if kind in (2, 3):  # a diagonal that starts in the top left corner
+                block = block & (np.arange(k1 - k0) >= np.arange(q1 - q0)[:, None])
+            union[q0:q1, k0:k1] |= block[: length - q0, : length - k0]
+        seen = seen & union
+    seen = np.repeat(seen[None], batch, 0)
+    for row in range(batch):
+        if p.vision_group_ids is not None:
+            for group in set(p.vision_group_ids[row].tolist()) - {-1}:
+                members = p.vision_group_ids[row] == group
+                seen[row][np.ix_(members, members)] = True
+        if p.prefix is not None:
+            seen[row][:, p.prefix[row]] = True
+        if p.document_ids is not None:
+            ids = p.document_ids[row]
+            seen[row] &= ids[:, None] == ids
+            seen[row][:, ids == 0] = False
+        if p.padding_mask is not None:
+            seen[row][:, p.padding_mask[row]] = False
+    return seen
+
+
+def solve_numpy(p: Problem, scale=None, softcap=None, **form):
+    """`solve` in float64 by numpy alone."""
+    group = p.q.shape[2] // p.k.shape[2]
+    k, v = (np.repeat(x, group, 2) for x in (p.k, p.k if p.v is None else p.v))
+    scale = p.q.shape[3] ** -0.5 if scale is None else scale
+    scores = np.einsum("bqhd,bkhd->bhqk", p.q, k) * scale
+    slope = np.full_like(scores, scale)
+    if softcap is not None:
+        slope *= 1 / np.cosh(scores / softcap) ** 2
+        scores = softcap * np.tanh(scores / softcap)
+    seen = allowed(p, **form)[:, None]
+    sinks = np.full(p.q.shape[2], -np.inf) if p.sinks is None else p.sinks
+    sinks = sinks[:, None, None]
+    peak = np.maximum(np.where(seen, scores, -np.inf).max(-1, keepdims=True), sinks)
+    peak = np.where(np.isfinite(peak), peak, 0)
+    weights = np.where(seen, np.exp(np.where(seen, scores - peak, 0)), 0)
+    total = weights.sum(-1, keepdims=True) + np.exp(sinks - peak)
+    total = np.where(total > 0, total, 1)
+    weights = weights / total
+    output = np.einsum("bhqk,bkhd->bqhd", weights, v)
+    inner = np.einsum("bqhd,bkhd->bhqk", p.g, v)
+    delta = (weights * inner).sum(-1, keepdims=True)
+    d_scores = weights * (inner - delta) * slope
+
+    def per_key_head(x):
+        return x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
+
+    dq = np.einsum("bhqk,bkhd->bqhd", d_scores, k)
+    dk = per_key_head(np.einsum("bhqk,bqhd->bkhd", d_scores, p.q))
+    dv = per_key_head(np.einsum("bhqk,bqhd->bkhd", weights, p.g))
+    grads = [dq, dk + dv] if p.v is None else [dq, dk, dv]
+    if p.sinks is not None:
+        grads.append(-(np.exp(sinks - peak) / total * delta).sum((0, 2, 3)))
+    return [output, *grads]
 
 
 def assert_equal(got, expected, dtype=jnp.float32):
@@ -114,7 +240,7 @@ def assert_equal(got, expected, dtype=jnp.float32):
     The entries are of size 1; a gradient that is all zeros, as with one key per query, is met to 1e-6.
     """
     output, gradient = (1e-12, 1e-12) if dtype == jnp.float64 else (1e-6, 1e-5)
-    for name, x, y, tolerance in zip(
-        ("output", "dq", "dk", "dv"), got, expected, (output, *[gradient] * 3), strict=True
-    ):
+    names = ("output", "dq", "dk", "dv or dsinks", "dsinks")[: len(expected)]
+    tolerances = (output, *[gradient] * 4)[: len(expected)]
+    for name, x, y, tolerance in zip(names, got, expected, tolerances, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(np.abs(y).max(), 0.1), err_msg=name)

@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import Mask, attention
-from cpjax.attention.mask import Tokens, pair_mask, tile_mask
+from cpjax.attention.mask import NO_KEY, NO_PARTNER, Streams, Tokens, pair_mask, streams_of, tile_mask, with_slices
 from cpjax.attention.tiles import Tiling
-from cpjax.attention.transport import Setup
 from cpjax.shard import layout_from_name, make_sharder
 from tests.attention.common import documents_of, mesh_of, program
 
@@ -24,8 +23,9 @@ def compiled(cp, length, transport, *, documents=False, heads=2, width=8):
     layout = layout_from_name("zigzag", cp)
     sharding = NamedSharding(mesh_of(cp), P(None, "cp"))
     x = jax.ShapeDtypeStruct((1, length, heads, width), jnp.float32, sharding=sharding)
-    ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding) if documents else None
-    return program(layout, length, length, transport, True, None).lower(x, x, x, x, (ids, None)).compile()
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
+    streams = {"document_ids": ids} if documents else {}
+    return program(layout, length, length, transport).lower((x, x, x, None), x, streams, None).compile()
 
 
 def collectives(text: str | None):
@@ -119,21 +119,22 @@ def test_checkpoint_and_scan():
     np.testing.assert_allclose(plain, rematerialised, rtol=1e-5, atol=1e-6)
 
 
-def visited_tiles(layout_name, cp, length, causal=True, documents=None):
-    """Pairs of tiles that each rank visits in a whole ring."""
-    sharder = make_sharder(length, layout_from_name(layout_name, cp))
-    layout = sharder.layout
-    setup = Setup(sharder, Tiling.choose(length // cp // max(layout.runs, 1), 1), causal, 1.0)
+def visited_tiles(layout_name, cp, length, mask=None):
+    """Pairs of tiles that each rank visits in a whole ring; the streams of `mask` are in global order."""
+    mask = mask or Mask()
+    layout = layout_from_name(layout_name, cp)
     order = layout.indices(length, np.arange(cp))
+    tiling = Tiling.choose(length // cp // max(layout.runs, 1), 1)
+    q_streams, k_streams = streams_of(mask)
 
-    def tokens(rank):
-        segments = None if documents is None else setup.tiling.cut(jnp.asarray(documents)[:, order[rank]], 1, None)
-        return setup.keys(rank, segments)
+    def tokens(rank, streams, fills, empty):
+        streams = Streams(*(None if x is None else tiling.cut(x[:, order[rank]], 1, fill)
+                            for x, fill in zip(streams, fills, strict=True)))  # fmt: skip
+        return Tokens(tiling.cut(jnp.asarray(order[rank]), 0, empty), streams)
 
-    return np.array([
-        sum(int(tile_mask(tokens(rank), tokens(source), causal=causal).sum()) for source in range(cp))
-        for rank in range(cp)
-    ])  # fmt: skip
+    queries = [with_slices(tokens(r, q_streams, [None] * 3, None), mask.slices) for r in range(cp)]
+    keys = [tokens(r, k_streams, NO_PARTNER, NO_KEY) for r in range(cp)]
+    return np.array([sum(int(tile_mask(q, k, mask.reach(length)).sum()) for k in keys) for q in queries])
 
 
 def test_zigzag_does_half_the_work_evenly():
@@ -142,27 +143,83 @@ def test_zigzag_does_half_the_work_evenly():
     assert visited.sum() == n * (n + 1) // 2
     assert visited.max() / visited.mean() < 1.02
     assert visited_tiles("contiguous", 8, 8192).sum() == n * (n + 1) // 2
-    assert visited_tiles("zigzag", 8, 8192, causal=False).sum() == n * n
+    assert visited_tiles("zigzag", 8, 8192, Mask(causal=False)).sum() == n * n
 
 
 def test_tiles_of_other_documents_are_not_visited():
     documents = documents_of([1024] * 7, length=8192)  # and 1024 pads
-    assert visited_tiles("zigzag", 8, 8192, documents=documents).sum() == 7 * 8 * 9 // 2
+    assert visited_tiles("zigzag", 8, 8192, Mask(document_ids=documents)).sum() == 7 * 8 * 9 // 2
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_tile_that_is_not_visited_holds_no_allowed_pair(data):
-    def tokens(padding):
-        numbers = st.lists(st.integers(padding, 5), min_size=12, max_size=12)
-        positions = np.array(data.draw(st.lists(st.integers(0, 30), min_size=6, max_size=6)), np.int32).reshape(2, 3)
-        return Tokens(positions, np.array(data.draw(numbers), np.int32).reshape(2, 2, 3))
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_a_window_and_documents_leave_a_seventh_of_the_causal_tiles(layout):
+    length, n = 16384, 16384 // 128
+    causal = visited_tiles(layout, 4, length).sum()
+    window = visited_tiles(layout, 4, length, Mask(window=(511, None))).sum()
+    documents = documents_of([length // 16] * 16, length=length)
+    packed = visited_tiles(layout, 4, length, Mask(document_ids=documents)).sum()
+    assert window <= 0.15 * causal and packed <= 0.15 * causal
+    if layout != "striped":  # whose tiles are 4 x 128 positions wide
+        assert causal == n * (n + 1) // 2
+        assert window == 5 * n - 10  # each with the 4 before it
+        assert packed == 16 * 8 * 9 // 2
 
-    queries, keys, causal = tokens(0), tokens(-1), data.draw(st.booleans())
-    some = tile_mask(queries, keys, causal=causal)
+
+def test_vision_groups_add_only_their_own_tiles():
+    """Two images of 1024 tokens beyond the window, 1024 apart: the second half of their squares is added."""
+    groups = np.full((1, 8192), -1, np.int32)
+    groups[:, 1024:2048], groups[:, 3072:4096] = 0, 1
+    window = visited_tiles("zigzag", 4, 8192, Mask(window=(127, None)))
+    both = visited_tiles("zigzag", 4, 8192, Mask(window=(127, None), vision_group_ids=groups))
+    assert both.sum() - window.sum() == 2 * (8 * 8 - 8 - 7)
+
+
+def test_a_prefix_adds_only_its_own_tiles():
+    prefix = np.arange(8192)[None] < 128
+    window = visited_tiles("contiguous", 4, 8192, Mask(window=(127, None)))
+    assert visited_tiles("contiguous", 4, 8192, Mask(window=(127, None), prefix=prefix)).sum() - window.sum() == 62
+
+
+def test_slices_are_visited_and_nothing_else():
+    """64 tiles a side: a full rectangle of 4 x 8 tiles, a causal and an inverse causal square of 4, a band of 2 x 8."""
+    rows = [[0, 4, 8, 16, 0], [8, 12, 0, 4, 1], [16, 20, 0, 4, 2], [32, 34, 20, 28, 3], [40, 40, 0, 8, 0]]
+    slices = jnp.asarray([[128 * x for x in row[:4]] + row[4:] for row in rows], jnp.int32)
+    visited = visited_tiles("zigzag", 4, 8192, Mask(causal=False, slices=slices))
+    assert visited.sum() == 4 * 8 + 10 + 10 + 2 * 7
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([None, 0, 2, 9]), st.sampled_from([None, 0, 4]),
+       st.sets(st.sampled_from(["segments", "groups", "prefix", "slices"])))  # fmt: skip
+def test_a_tile_that_is_not_visited_holds_no_allowed_pair(seed, spread, left, right, parts):
+    rng = np.random.default_rng(seed)
+
+    def tokens(absent):
+        positions = np.sort(rng.permutation(30)[:6]) if spread else np.arange(6) + rng.integers(0, 24)
+        if absent < 0 and rng.integers(2):
+            positions[-1] = NO_KEY
+        ids = [rng.integers(1, 5, (2, 2, 3)) if part in parts else None for part in ("segments", "groups")]
+        ids = [None if x is None else np.where(rng.random(x.shape) < 0.4, absent, x) for x in ids]
+        prefix = rng.integers(0, 2, (2, 2, 1)).repeat(3, 2) if absent < 0 and "prefix" in parts else None
+        return Tokens(jnp.asarray(positions.reshape(2, 3), jnp.int32), Streams(*ids, prefix))
+
+    queries, keys = tokens(0), tokens(-1)
+    empty = keys.positions == NO_KEY
+    if "groups" in parts:
+        groups = jnp.where(empty[:, None], -1, keys.streams.groups)
+        keys = keys._replace(streams=keys.streams._replace(groups=groups))
+    if "prefix" in parts:
+        prefix = jnp.where(empty[:, None], 0, keys.streams.prefix)
+        keys = keys._replace(streams=keys.streams._replace(prefix=prefix))
+    if "slices" in parts:
+        ends = np.sort(rng.integers(0, 31, (3, 2, 2)), 2).reshape(3, 4)
+        rows = np.concatenate([ends, rng.integers(0, 4, (3, 1))], 1)
+        queries = with_slices(queries, jnp.asarray(rows, jnp.int32))
+    some = np.asarray(tile_mask(queries, keys, (left, right)))
     for i in range(2):
         for j in range(2):
-            pairs = pair_mask(
-                *(Tokens(t.positions[n], t.segments[n]) for t, n in ((queries, i), (keys, j))), causal=causal
-            )
-            assert some[i, j] or not (pairs & (queries.segments[i] > 0)[:, :, None]).any()
+            pairs = pair_mask(*(jax.tree.map(lambda x, n=n: x[n], t) for t, n in ((queries, i), (keys, j))),
+                              (left, right))  # fmt: skip
+            pairs = np.broadcast_to(pairs, (2, 3, 3))
+            assert not pairs[:, :, np.asarray(empty[j])].any()
+            assert some[i, j] or not pairs.any()

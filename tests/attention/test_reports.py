@@ -1,16 +1,20 @@
 """Faults that users of other systems met, and wrong calls."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cpjax.attention import Mask, attention
+from cpjax.attention import Mask, attention, plan_transport
 from cpjax.shard import Zigzag, layout_from_name, make_sharder
-from tests.attention.common import assert_equal, documents_of, problem, solve, solve_dense
+from tests.attention.common import assert_equal, documents_of, problem, solve, solve_numpy
 
 pytestmark = pytest.mark.usefixtures("short_tiles")
 
-WHERE = [(1, "identity", "ring"), (4, "zigzag", "ring"), (4, "zigzag", "allgather"), (2, "contiguous", "ring")]
+WHERE = [
+    (1, "identity", "ring"), (4, "zigzag", "ring"), (4, "zigzag", "allgather"), (2, "contiguous", "ring"),
+    (4, "zigzag", "ulysses"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cp", "layout", "transport"), WHERE)
@@ -23,7 +27,7 @@ def test_rows_without_a_key_are_zero(cp, layout, transport):
     output, dq, dk, dv = solve(p, cp, layout, transport)  # finite, it checks
     assert not output[padding].any() and not dq[padding].any()
     assert not dk[padding].any() and not dv[padding].any()
-    assert_equal((output, dq, dk, dv), solve_dense(p))
+    assert_equal((output, dq, dk, dv), solve_numpy(p))
 
 
 @pytest.mark.parametrize(("cp", "layout", "transport"), WHERE)
@@ -39,7 +43,7 @@ def test_r16_documents_are_isolated_bitwise(cp, layout, transport):
     assert (before[0][:, 3:9] != after[0][:, 3:9]).any(-1).all()
 
 
-@pytest.mark.parametrize("transport", ["ring", "allgather"])
+@pytest.mark.parametrize("transport", ["ring", "allgather", "ulysses"])
 def test_r17_rows_of_a_batch_are_independent(transport):
     rows = ([5, 40], [45], [20, 1, 13])
     documents = documents_of(*rows, length=48)
@@ -68,6 +72,46 @@ def test_r20_scores_may_be_a_million_below_zero(cp, layout, transport, dtype):
         np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=1e-6)
 
 
+@pytest.mark.parametrize(("layout", "transport"), [
+    ("zigzag", "ring"), ("contiguous", "ring"), ("striped", "allgather"), ("zigzag", "ulysses"),
+])  # fmt: skip
+def test_r14_the_window_is_kept(layout, transport):
+    """Window 8: query 40 sees the keys 33 .. 40 and no other."""
+    p = problem(64, batch=1)
+    p.g[:] = 0
+    p.g[:, 40] = 1
+    got = solve(p, 4, layout, transport, window=(7, None))
+    assert_equal(got, solve_numpy(p, window=(7, None)))
+    seen = got[3].any((0, 2, 3))
+    assert seen[33:41].all() and not seen[:33].any() and not seen[41:].any()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_r31_documents_shorter_than_a_rank(layout):
+    """Documents of 1, 2, 3 and 38 tokens on 8 ranks."""
+    p = problem(44, batch=1, documents=documents_of([1, 2, 3, 38], length=44))
+    assert_equal(solve(p, 8, layout, "ring"), solve_numpy(p))
+
+
+@pytest.mark.parametrize("transport", ["ulysses", "ring_ulysses:2"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "cp", "allowed"), [(28, 7, 2, "28 would|14"), (40, 8, 16, "2 or 4 or 8"), (6, 2, 4, "2")]
+)
+def test_r29_head_counts_that_do_not_divide(heads, kv_heads, cp, allowed, transport):
+    """As dense, or a sentence with the numbers that would do, before anything is compiled."""
+    p = problem(16 * cp, batch=1, heads=heads, kv_heads=kv_heads, width=2, v_width=2)
+    if transport == "ulysses" and heads % cp == 0:
+        assert_equal(solve(p, cp, "zigzag", transport), solve_numpy(p))
+        return
+    sharder = make_sharder(16 * cp, layout_from_name("zigzag", cp))
+    q, k = (jax.ShapeDtypeStruct((1, 16, n, 2), jnp.float32) for n in (heads, kv_heads))
+    if cp > 2 and transport == "ring_ulysses:2":
+        assert plan_transport(q, k, k, sharder=sharder, mask=Mask(), transport=transport).members == 2
+        return
+    with pytest.raises(ValueError, match=f"{heads} query heads on {cp} ranks.*use the transport ring"):
+        plan_transport(q, k, k, sharder=sharder, mask=Mask(), transport=transport)
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_r24_masks_follow_global_positions(layout):
     """No positions are passed: they come from the layout. Query 40 sees key 39 and not key 41."""
@@ -78,16 +122,19 @@ def test_r24_masks_follow_global_positions(layout):
     assert dv[:, :41].any((-1, -2)).all() and not dv[:, 41:].any()
 
 
-def call(q=(2, 8, 4, 8), k=(2, 8, 2, 8), v=(2, 8, 2, 6), dtypes=(jnp.float32,) * 3, cp=2, transport="ring", **streams):
+def call(
+    q=(2, 8, 4, 8), k=(2, 8, 2, 8), v=(2, 8, 2, 6), dtypes=(jnp.float32,) * 3, cp=2, transport="ring",
+    sinks=None, softcap=None, **mask,
+):  # fmt: skip
     arrays = [jnp.zeros(shape, dtype) for shape, dtype in zip((q, k, v), dtypes, strict=True)]
     sharder = make_sharder(16 if cp == 2 else 8, layout_from_name("zigzag", cp))
-    return attention(*arrays, sharder=sharder, mask=Mask(**streams), transport=transport)
+    return attention(*arrays, sharder=sharder, mask=Mask(**mask), transport=transport, sinks=sinks, softcap=softcap)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"transport": "star"}, "unknown transport 'star': choose one of allgather, ring"),
+        ({"transport": "star"}, "unknown transport 'star': choose one of auto, ring, allgather"),
         ({"transport": "star", "cp": 1}, "unknown transport"),
         ({"q": (2, 8, 3, 8)}, "3 query heads and 2 key heads"),
         ({"q": (8, 4, 8)}, r"q \(8, 4, 8\).* must be \[B, L, heads, width\]"),
@@ -98,6 +145,17 @@ def call(q=(2, 8, 4, 8), k=(2, 8, 2, 8), v=(2, 8, 2, 6), dtypes=(jnp.float32,) *
         ({"q": (2, 16, 4, 8), "k": (2, 16, 2, 8), "v": (2, 16, 2, 6)}, "16 tokens, but each of the 2 ranks .* holds 8"),
         ({"document_ids": jnp.ones((2, 16), int)}, r"mask.document_ids has shape \(2, 16\)"),
         ({"padding_mask": jnp.ones((1, 8), bool)}, r"mask.padding_mask has shape \(1, 8\)"),
+        ({"vision_group_ids": jnp.ones((8,), int)}, r"mask.vision_group_ids has shape \(8,\)"),
+        ({"prefix": jnp.ones((2, 16), bool)}, r"mask.prefix has shape \(2, 16\)"),
+        ({"slices": jnp.ones((3, 4), jnp.int32)}, r"mask.slices has shape \(3, 4\) and dtype int32"),
+        ({"slices": jnp.ones((3, 5))}, r"mask.slices has shape \(3, 5\) and dtype float32"),
+        ({"window": 8}, r"mask.window=8: give \(left, right\)"),
+        ({"window": (-1, None)}, r"mask.window=\(-1, None\)"),
+        ({"longest_document": 4}, "longest_document was given without document_ids"),
+        ({"sinks": jnp.ones(2)}, r"sinks \(2,\) for 4 query heads"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"transport": "ring:2"}, "unknown transport 'ring:2'"),
+        ({"transport": "ring_ulysses:3"}, r"3.* 4 query heads on 2 ranks"),
     ],
 )
 def test_wrong_calls_raise_before_compute(arguments, message):

@@ -1,0 +1,62 @@
+"""Collectives over the ranks that leave other, automatic mesh axes alone.
+
+XLA's partitioner cannot see through an all-gather or all-to-all over a manual axis: it gathers the rows of the batch
+over data-parallel axes before it (seen with jax 0.10 and 0.12). It does understand a permute. So where another
+automatic axis has more than one device, both are made of permutes, which send the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cpjax.varying import vary_over, varying_axes
+
+
+def permute(x: jax.Array, axis_name: str, size: int, shift: int) -> jax.Array:
+    """What rank - shift holds; `size` ranks in a circle."""
+    return lax.ppermute(x, axis_name, [(r, (r + shift) % size) for r in range(size)])
+
+
+def all_gather(x: jax.Array, axis_name: str, size: int) -> jax.Array:
+    """[...] -> [size, ...], in the order of ranks. Transposes to a reduce-scatter."""
+    if _alone():
+        return lax.all_gather(x, axis_name)
+    rank, out = lax.axis_index(axis_name), _like(x, size)
+    for step in range(size):
+        out = lax.dynamic_update_index_in_dim(out, x, (rank - step) % size, 0)
+        x = permute(x, axis_name, size, 1) if step < size - 1 else x
+    return out
+
+
+def all_to_all(x: jax.Array, axis_name: str, size: int) -> jax.Array:
+    """Among groups of neighbouring ranks, as many as x has blocks: block i goes to member i, and comes from it.
+
+    Args:
+        x: [members, ...].
+        size: number of ranks, a multiple of the members.
+    """
+    members = x.shape[0]
+    groups = [list(range(first, first + members)) for first in range(0, size, members)]
+    if _alone():
+        return lax.all_to_all(x, axis_name, 0, 0, axis_index_groups=groups)
+    member, out = lax.axis_index(axis_name) % members, _like(x[0], members)
+    for step in range(members):
+        block = lax.dynamic_index_in_dim(x, (member + step) % members, 0, keepdims=False)
+        if step:
+            pairs = [(group[i], group[(i + step) % members]) for group in groups for i in range(members)]
+            block = lax.ppermute(block, axis_name, pairs)
+        out = lax.dynamic_update_index_in_dim(out, block, (member - step) % members, 0)
+    return out
+
+
+def _like(x: jax.Array, blocks: int) -> jax.Array:
+    return vary_over(jnp.zeros((blocks, *x.shape), x.dtype), varying_axes(x))
+
+
+def _alone() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in mesh.auto_axes) == 1
