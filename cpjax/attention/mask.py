@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-FULL, CAUSAL, INVERSE_CAUSAL, BI_CAUSAL = range(4)
-"""Kinds of slices, numbered as in MagiAttention."""
+from cpjax.shard import SliceKind
 
 
 @functools.partial(
@@ -37,8 +36,8 @@ class Mask:
         vision_group_ids: int [B, L], -1 for text: tokens of one group see each other both ways, at any distance.
         prefix: bool [B, L]: a key that every query of its document sees.
         slices: int32 [N, 5], the same on all ranks and for all rows: (q_start, q_end, k_start, k_end, kind) in global
-            positions. A pair is allowed if any slice allows it. Kinds: 0 full; 1 causal, aligned at the bottom right,
-            j - k_end <= i - q_end; 2 inverse causal, aligned at the top left, j - k_start >= i - q_start; 3 both. An
+            positions, `cpjax.shard.SliceKind`. A pair is allowed if any slice allows it: causal ones are aligned at the
+            bottom right, j - k_end <= i - q_end, inverse causal ones at the top left, j - k_start >= i - q_start. An
             empty slice allows nothing, so that batches with fewer slices share a program.
         longest_document: static, the caller's promise that documents are contiguous and none is longer: the ring then
             skips hops that are too far for any document.
@@ -163,8 +162,8 @@ def _in_slices(queries: Tokens, j: jax.Array) -> jax.Array:
 
     def add(n, mask):
         q_start, q_end, k_start, k_end, kind = queries.slices[n]
-        low = jnp.where(kind >= INVERSE_CAUSAL, jnp.maximum(k_start, i - q_start + k_start), k_start)
-        high = jnp.where(kind % 2 == CAUSAL, jnp.minimum(k_end, i - q_end + k_end + 1), k_end)
+        low = jnp.where(kind >= SliceKind.INVERSE_CAUSAL, jnp.maximum(k_start, i - q_start + k_start), k_start)
+        high = jnp.where(kind % 2 == SliceKind.CAUSAL, jnp.minimum(k_end, i - q_end + k_end + 1), k_end)
         high = jnp.where((q_start <= i) & (i < q_end), high, low)
         return mask | ((low[:, None] <= j) & (j < high[:, None]))
 
@@ -219,9 +218,9 @@ def _slices_meet(slices: jax.Array, q_low: Any, q_high: Any, k_low: Any, k_high:
     some = (q_low <= q_high) & (k_low <= k_high)
     # Inside the rectangle j - i runs over an interval; so do the differences that the kind allows.
     least, most = k_start - q_start, k_end - q_end
-    some &= (kind % 2 != CAUSAL) | (k_low - q_high <= most)
-    some &= (kind < INVERSE_CAUSAL) | (k_high - q_low >= least)
-    some &= (kind != BI_CAUSAL) | (least <= most)
+    some &= (kind % 2 != SliceKind.CAUSAL) | (k_low - q_high <= most)
+    some &= (kind < SliceKind.INVERSE_CAUSAL) | (k_high - q_low >= least)
+    some &= (kind != SliceKind.BI_CAUSAL) | (least <= most)
     return some.any(-1)
 
 

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from cpjax.attention import blockwise
-from cpjax.attention.exchange import all_gather, all_to_all, permute
 from cpjax.attention.mask import NO_KEY, NO_PARTNER, Streams, Tokens, with_slices
 from cpjax.attention.plan import Heads, Plan
 from cpjax.attention.tiles import Tiling
+from cpjax.exchange import all_gather, all_to_all, permute
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 

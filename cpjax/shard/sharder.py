@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cpjax.exchange import all_gather
 from cpjax.shard.layout import Contiguous, Layout, Rank, TableLayout, invert
 
 
@@ -180,7 +181,8 @@ class Sharder:
                 "these get, fill=..., or keep the padded sequence, trim=False"
             )
         if self.cp > 1:
-            x = jax.lax.all_gather(x, self.axis_name, axis=axis, tiled=True)
+            x = jnp.moveaxis(all_gather(x, self.axis_name, self.cp), 0, axis)
+            x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         if trim and self.places is not None:
             places = jnp.asarray(self.places)
             where = jnp.asarray(self.inverse())[jnp.maximum(places, 0)]

@@ -39,7 +39,7 @@ class Local:
         document_ids: [B, L], 0 = pad.
         padding_mask: [B, L], True = pad.
         sharder: layout of the sequence.
-        transport: how attention moves keys and values, "ring" or "allgather".
+        transport: how attention moves keys and values, see `cpjax.attention.attention`.
     """
 
     angles: jax.Array
@@ -206,7 +206,7 @@ class Qwen3_5(nnx.Module):
             batch: input_ids, padding_mask, document_ids [B, T], position_ids [3, B, T] and, with images or video, the
                 vision streams and vision_index [B, T] (see `prepare`).
             sharder: layout and lengths.
-            transport: of attention's keys and values, "ring" or "allgather".
+            transport: of attention's keys and values, see `cpjax.attention.attention`.
         """
         hidden = self.embed_tokens[...][batch["input_ids"]]
         if "pixel_values" in batch:
