@@ -64,8 +64,9 @@ class MeshConfig:
     """Parts that every sequence is split into, in devices."""
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a device owns: zigzag balances causal attention, contiguous is one run of tokens."""
-    transport: Literal["ring", "allgather"] = "ring"
-    """How keys and values reach the other devices: passed round a ring, or gathered at once."""
+    transport: Literal["ring", "allgather", "ulysses", "ring_ulysses", "auto"] = "ring"
+    """How keys and values reach the other devices: passed round a ring, gathered at once, exchanged for heads (which cp
+    must divide), or both; auto takes the least expensive one."""
 
 
 @dataclasses.dataclass(frozen=True)
