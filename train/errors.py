@@ -14,13 +14,21 @@ BAD_INPUT = 2
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code; a ValueError meant for its user is printed as one sentence."""
+    """Runs a command and returns its exit code; an error meant for its user is printed as one sentence.
+
+    These are our own ValueErrors, and files and folders that the system does not let us use.
+    """
     try:
         return command()
     except ValueError as error:
         if not is_bad_input(error):
             raise
         print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: cannot use {error.filename} ({error.strerror}): give another path, or mend it", file=sys.stderr)
         return BAD_INPUT
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pathlib
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -60,6 +62,10 @@ def train(config: Config, devices: str) -> int:
     check_folder(config)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
+    if config.model.dtype == "bfloat16" and config.mesh.cp > 1 and mesh.devices.flat[0].platform == "cpu":
+        raise ValueError(
+            "--model.dtype bfloat16 with --mesh.cp above 1 crashes XLA's compiler for CPUs: use float32, or GPUs"
+        )
 
     model = make_model(config)
     model_config, names = model.config, hf_names(model)
@@ -134,7 +140,8 @@ def train(config: Config, devices: str) -> int:
                 break
 
     done = int(state.step)
-    resume = f"python -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
+    python = shlex.quote(os.path.relpath(sys.executable) if sys.prefix.startswith(os.getcwd()) else sys.executable)
+    resume = f"{python} -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
     if done < run.steps:
         say(f"stopped by {caught[0].name} after step {done}, which is saved; continue with\n{resume}")
         return 128 + caught[0]
@@ -155,7 +162,7 @@ def train(config: Config, devices: str) -> int:
     say(f"checkpoints {out / 'checkpoints'}")
     say(f"export      {export}")
     say(f"resume      {resume}")
-    say(f"try it      python -m cpjax.train.evaluate {shlex.quote(str(export))}")
+    say(f"try it      {python} -m cpjax.train.evaluate {shlex.quote(str(export))}")
     return 0
 
 

@@ -270,6 +270,7 @@ def _write(tensors: Iterator[tuple[str, Any]], folder: pathlib.Path, max_shard_b
 
     def flush() -> None:
         save_file(shard, folder / str(len(names)), metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG, folder / str(len(names)))  # safetensors lets nobody else read it
         names.append(list(shard))
         shard.clear()
 

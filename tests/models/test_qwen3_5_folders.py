@@ -67,6 +67,7 @@ def test_round_trip_in_shards(tmp_path):
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     files = sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3 and set(index["weight_map"].values()) == set(files)
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1  # who reads one reads all
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert all(name in load_file(tmp_path / "out" / file) for name, file in index["weight_map"].items())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(FOLDER).values())
