@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from cpjax.shard import layout_from_name, make_sharder
@@ -81,3 +82,16 @@ def documents(*rows):
     """int32 [B, S] from the document lengths of each row; a trailing negative length is that many pads (id 0)."""
     ids = [np.concatenate([np.full(abs(n), 0 if n < 0 else i + 1) for i, n in enumerate(row)]) for row in rows]
     return np.stack(ids).astype(np.int32)
+
+
+CASES = {
+    "one document": (48, None),
+    # boundaries on run and chunk edges (8, 16, 24), inside chunks, documents of one token, pads at the end
+    "documents": (45, documents((8, 8, 1, 1, 6, 13, 1, -7), (1, 15, 16, 3, 10))),
+}
+"""Length, and document ids of two rows."""
+
+on_every_layout = pytest.mark.parametrize(
+    ("name", "cp", "case"),
+    [*((*layout, "documents") for layout in LAYOUTS), ("contiguous", 4, "one document"), ("zigzag", 4, "one document")],
+)

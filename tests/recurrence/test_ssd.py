@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from cpjax.recurrence import ssd
 from cpjax.shard import Striped, layout_from_name, make_sharder
 from tests.recurrence import reference
-from tests.recurrence.common import LAYOUTS, assert_close, documents, sharded, ssd_inputs, value_and_grads
+from tests.recurrence.common import (
+    CASES,
+    assert_close,
+    documents,
+    on_every_layout,
+    sharded,
+    ssd_inputs,
+    value_and_grads,
+)
 from tests.sequence.common import any_documents
 
 
@@ -28,17 +36,7 @@ def by_token(tokens, document_ids, shared):
     return reference.ssd(*tokens, *shared, document_ids)
 
 
-CASES = {
-    "one document": (48, None),
-    # boundaries on run and chunk edges (8, 16, 24), inside chunks, documents of one token, pads at the end
-    "documents": (45, documents((8, 8, 1, 1, 6, 13, 1, -7), (1, 15, 16, 3, 10))),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "cp", "case"),
-    [*((*layout, "documents") for layout in LAYOUTS), ("contiguous", 4, "one document"), ("zigzag", 4, "one document")],
-)
+@on_every_layout
 def test_float64_equals_the_recurrence(name, cp, case):
     length, ids = CASES[case]
     with jax.enable_x64(True):

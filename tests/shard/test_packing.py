@@ -25,7 +25,7 @@ from cpjax.shard import (
     make_sharder,
     pack,
 )
-from tests.shard.common import mesh_of, on_ranks
+from tests.shard.common import assert_every_other_length_raises, mesh_of, on_ranks
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 40)), min_size=1, max_size=6).filter(any)
 
@@ -283,16 +283,7 @@ def test_the_map_of_a_layout_that_depends_on_the_batch_is_asked_of_the_sharder()
 @given(packings(), st.integers(0, 130))
 def test_i6_every_other_length_raises(case, given_length):
     sharder, _, _ = case
-    x = np.zeros((1, given_length))
-    if given_length not in (sharder.length, sharder.padded_length):
-        with pytest.raises(ValueError, match=f"needs {sharder.length}"):
-            sharder.shard(x, fill=0)
-    if given_length != sharder.padded_length:
-        with pytest.raises(ValueError, match=f"needs {sharder.padded_length}"):
-            sharder.take_local(x)
-    if given_length != sharder.local_length:
-        with pytest.raises(ValueError, match=f"needs {sharder.local_length}"):
-            sharder.gather(x)
+    assert_every_other_length_raises(sharder, np.zeros((1, given_length)))
 
 
 def test_values_of_pads_must_be_said():

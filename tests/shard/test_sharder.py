@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from cpjax.shard import Contiguous, Identity, Zigzag, layout_from_name, make_sharder
-from tests.shard.common import mesh_of, on_ranks
+from tests.shard.common import assert_every_other_length_raises, mesh_of, on_ranks
 
 
 @settings(max_examples=12)
@@ -102,16 +102,7 @@ def test_u2_rank_is_the_cp_coordinate_not_the_device_number():
 @given(st.integers(1, 60), st.integers(0, 130))
 def test_i6_every_other_length_raises(length, given_length):
     sharder = make_sharder(length, Zigzag(8))
-    x = np.zeros((2, given_length))
-    if given_length not in (length, sharder.padded_length):
-        with pytest.raises(ValueError, match=f"needs {length}"):
-            sharder.shard(x, fill=0)
-    if given_length != sharder.padded_length:
-        with pytest.raises(ValueError, match=f"needs {sharder.padded_length}"):
-            sharder.take_local(x)
-    if given_length != sharder.local_length:
-        with pytest.raises(ValueError, match=f"needs {sharder.local_length}"):
-            sharder.gather(x)
+    assert_every_other_length_raises(sharder, np.zeros((2, given_length)))
 
 
 def test_padding_needs_a_fill_and_a_token_axis():
