@@ -17,7 +17,10 @@ from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.train.config import Config
 from cpjax.train.step import TrainState
 
-FREE = {"mesh", "run.out", "run.resume", "run.eval_every", "run.eval_batches", "run.save_every", "run.keep"}
+FREE = {
+    "mesh", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
+    "run.eval_every", "run.eval_batches", "run.save_every", "run.keep",
+}  # fmt: skip
 """Sections and options that may change on resume: they do not decide the numbers."""
 
 _OPTIONS = "config.yaml"

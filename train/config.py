@@ -19,7 +19,13 @@ class ModelConfig:
     path: str = ""
     """Folder of a Hugging Face checkpoint to start from; empty: from scratch, with the sizes below."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of weights and activations; sums and the loss are float32."""
+    """Number format of the parameters and of what the optimizer keeps of them."""
+    compute_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
+    """Number format of activations and matrix products, same: as dtype; sums and the loss are float32. The usual mixed
+    precision is bfloat16 here and float32 parameters; float16 scales the loss so that small gradients survive."""
+    remat: Literal["none", "layer", "dots"] = "layer"
+    """What the backward pass computes again instead of keeping it: nothing, all inside the layers, or all there but the
+    products with weight matrices; the numbers stay the same."""
     hidden_size: int = 64
     """Width of a token, in numbers."""
     layers: int = 4
@@ -70,22 +76,72 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """Optimizer: AdamW with linear warmup and cosine decay to 0"""
+class ParameterGroup:
+    """Parameters with a learning rate or decay of their own"""
 
+    pattern: str
+    """Regular expression, searched as those of freeze are."""
+    lr_scale: float = 1.0
+    """Their learning rate, as a multiple of the others'."""
+    weight_decay: float | None = None
+    """Their decay, vectors included; none given: as for the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer"""
+
+    name: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
+    """Muon updates the projections inside layers, with Adam for everything else; all decay weights as AdamW does."""
     lr: float = 4e-3
     """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Learning rate after the warmup: falls to its end along half a cosine or a line, stays, or stays and falls along a
+    line over the last steps."""
     warmup: int = 100
     """Steps over which the learning rate grows from 0 to its peak."""
+    decay: float = 0.2
+    """Share of the run's steps over which the wsd schedule falls."""
+    final: float = 0.0
+    """Learning rate at the end, as a share of its peak; not for the constant schedule."""
     weight_decay: float = 0.01
     """Decay of weight matrices per step, times the learning rate; vectors are not decayed."""
     clip: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it, 0 turns this off."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's first and second moment per step."""
+    """Decay of Adam's first and second moment per step."""
+    momentum: float = 0.95
+    """Decay of the momentum of muon and sgd per step; 0 turns it off for sgd."""
+    ema: float = 0.0
+    """Decay, per step, of a moving average of the parameters, for instance 0.999, which evaluation and export then use
+    in their stead; 0 keeps none."""
+    groups: list[ParameterGroup] = dataclasses.field(default_factory=list)
+    """Parameters with a rate or decay of their own, for instance [{pattern: visual, lr_scale: 0.1}]; of several groups
+    that match, the first counts. Each has a pattern, searched as those of freeze are, lr_scale and weight_decay."""
     freeze: list[str] = dataclasses.field(default_factory=list)
     """Regular expressions of parameters to leave as they are, for instance [visual]; they are searched in the
     dotted path and in the Hugging Face name of each parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: trains low-rank adapters in PEFT's format and leaves the parameters of --model.path as they are"""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the parameters themselves."""
+    alpha: float = 16.0
+    """What adapters add is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, which suits high ranks."""
+    dora: bool = False
+    """Also train the length of each column of an adapted matrix, apart from its direction."""
+    targets: list[str] = dataclasses.field(default_factory=lambda: ["language_model.*_proj"])
+    """Regular expressions of the projections to adapt, searched as those of freeze are; default: all in the layers of
+    the language model."""
+    path: str = ""
+    """Folder of a PEFT adapter to start from; it must have the rank and kind above. Empty: a fresh one."""
+    merge: bool = False
+    """Also export the model with the adapters merged into it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +156,11 @@ class RunConfig:
     """Length of the run, in optimizer steps."""
     batch_size: int = 2
     """Documents per step, over all devices."""
+    accumulate: int = 1
+    """Parts that the batch of a step is computed in, one after another, which takes less memory; the result is that of
+    the whole batch."""
+    max_nonfinite: int = 20
+    """Steps in a row whose loss or gradient may be infinite or no number; each is skipped, and then the run stops."""
     seed: int = 0
     """Seed of initial weights and of the documents."""
     eval_every: int = 100
@@ -124,20 +185,33 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "run.steps", "run.batch_size", "run.eval_every",
-                     "run.eval_batches", "run.save_every", "run.keep"):  # fmt: skip
+        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "run.steps", "run.batch_size", "run.accumulate",
+                     "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
+                     "run.keep"):  # fmt: skip
             self._check(name, self._get(name) >= 1, "at least 1")
-        for name in ("run.seed", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip"):
+        for name in ("run.seed", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip", "lora.rank"):
             self._check(name, self._get(name) >= 0, "0 or more")
-        self._check("optimizer.lr", self.optimizer.lr > 0, "above 0")
+        for name in ("optimizer.lr", "lora.alpha"):
+            self._check(name, self._get(name) > 0, "above 0")
+        for name in ("optimizer.momentum", "optimizer.ema"):
+            self._check(name, 0 <= self._get(name) < 1, "in [0, 1)")
+        for name in ("optimizer.decay", "optimizer.final"):
+            self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")
         self._check("optimizer.betas", all(0 <= beta < 1 for beta in self.optimizer.betas), "two numbers in [0, 1)")
-        rows = self.mesh.dp * self.mesh.fsdp
+        rows = self.mesh.dp * self.mesh.fsdp * self.run.accumulate
         self._check(
-            "run.batch_size", self.run.batch_size % rows == 0, f"a multiple of mesh.dp x mesh.fsdp, which is {rows}"
+            "run.batch_size",
+            self.run.batch_size % rows == 0,
+            f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {rows}",
         )
+        if self.lora.rank and not self.model.path:
+            raise ValueError(f"--lora.rank is {self.lora.rank}: adapters need --model.path, the model that they adapt")
+        if self.lora.path and not self.lora.rank:
+            raise ValueError(f"--lora.path is {self.lora.path}: give --lora.rank too, the rank of that adapter")
 
     def _get(self, name: str) -> Any:
         section, field = name.split(".")
@@ -206,6 +280,8 @@ def parse_config(arguments: Sequence[str]) -> Config:
         values = vars(parsed[field.name])
         if empty := [name for name, value in values.items() if value is None]:
             raise ValueError(f"--{field.name}.{empty[0]} has no value: give one, or drop it to have the default")
+        if field.name == "optimizer":
+            values["groups"] = [ParameterGroup(**vars(group)) for group in values["groups"]]
         sections[field.name] = field.default_factory(**values)  # type: ignore
     return Config(**sections)
 

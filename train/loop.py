@@ -16,26 +16,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cpjax import __version__
 from cpjax.mesh import make_mesh
-from cpjax.models import family, from_pretrained, hf_names, save_pretrained
+from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.shard import layout_from_name
 from cpjax.train import digits
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config
 from cpjax.train.evaluate import held_out_accuracies, held_out_documents, host_batch
+from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
+from cpjax.train.optimizer import make_optimizer, make_schedule
 from cpjax.train.report import describe_parameters, relative_change, write_card
 from cpjax.train.step import (
-    Arrays,
     init_state,
     make_eval_step,
-    make_optimizer,
-    make_schedule,
     make_train_step,
     merge_model,
     place_batch,
@@ -50,7 +50,7 @@ def train(config: Config, devices: str) -> int:
         devices: what it runs on, in words.
 
     Returns:
-        0 when the run is complete, 128 + the signal that stopped it.
+        0 when the run is complete, 1 when its loss did not stay finite, 128 + the signal that stopped it.
 
     Raises:
         ValueError: options that do not fit each other, the devices, or the run in the output folder; nothing has been
@@ -62,29 +62,34 @@ def train(config: Config, devices: str) -> int:
     check_folder(config)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
-    if config.model.dtype == "bfloat16" and config.mesh.cp > 1 and mesh.devices.flat[0].platform == "cpu":
+    compute = config.model.dtype if config.model.compute_dtype == "same" else config.model.compute_dtype
+    on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
+    if on_cpu and compute == "bfloat16" and config.mesh.cp > 1 and transport != "ring":
         raise ValueError(
-            "--model.dtype bfloat16 with --mesh.cp above 1 crashes XLA's compiler for CPUs: use float32, or GPUs"
+            f"bfloat16 with --mesh.transport {transport} crashes XLA's compiler for CPUs: use ring, float32, or GPUs"
         )
 
     model = make_model(config)
-    model_config, names = model.config, hf_names(model)
+    model_config, table = model.config, weight_table(model)
     name = model_config.to_dict().get("architectures", [type(model).__name__])[0]
+    names = {weight.path: weight.names for weight in table}
     graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
-    schedule = make_schedule(config.optimizer.lr, run.steps, config.optimizer.warmup)
-    optimizer = make_optimizer(
-        schedule,
-        decayed(model_config, params),
-        betas=config.optimizer.betas,
-        weight_decay=config.optimizer.weight_decay,
-        clip=config.optimizer.clip,
-    )
+    schedule = make_schedule(config.optimizer, run.steps)
+    optimizer = make_optimizer(config.optimizer, table, params)
     sizes = describe_parameters(params | frozen, names)
     frozen_size = sum(array.size for array in frozen.values())
-    state = init_state(params, frozen, optimizer, mesh)
+    average, scaled = config.optimizer.ema > 0, compute == "float16"
+    state = init_state(params, frozen, optimizer, mesh, average=average, scaled=scaled)
     del model, params, frozen  # the state is given to the first step
-    train_step = make_train_step(graphdef, optimizer, schedule, mesh, config.mesh.transport)
-    eval_step = make_eval_step(graphdef, mesh, config.mesh.transport)
+    forward: dict[str, Any] = {
+        "transport": config.mesh.transport,
+        "dtype": jnp.dtype(compute),
+        "remat": config.model.remat,
+    }
+    train_step = make_train_step(
+        graphdef, optimizer, schedule, mesh, accumulate=run.accumulate, ema=config.optimizer.ema, **forward
+    )
+    eval_step = make_eval_step(graphdef, mesh, **forward)
 
     def batch_of(step: int) -> Any:
         documents = digits.documents(config.data, run.seed, step, run.batch_size, "train")
@@ -110,12 +115,14 @@ def train(config: Config, devices: str) -> int:
     say(f"sequence    {layout.name} layout, {config.mesh.transport} transport: {sharder.length:,} tokens, "
         f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
     say(f"data        {digits.describe(config.data)}")
-    say(f"step        {run.batch_size} documents, {run.batch_size * sharder.padded_length:,} tokens")
+    parts = f", in {run.accumulate} parts" if run.accumulate > 1 else ""
+    say(f"step        {run.batch_size} documents, {run.batch_size * sharder.padded_length:,} tokens{parts}")
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
     say(f"run         steps {first + 1} to {run.steps}, seed {run.seed}, into {out}")
 
     if first:
         batch, sharder = batch_of(first)
+    broken = False
     with (
         contextlib.closing(checkpoints),
         contextlib.closing(log),
@@ -125,12 +132,13 @@ def train(config: Config, devices: str) -> int:
         for step in range(first + 1, run.steps + 1):
             started = time.perf_counter()
             state, metrics = train_step(state, place_batch(batch, mesh), sharder)
-            batch, sharder = batch_of(step)  # the next one, while the devices work
+            used, (batch, sharder) = batch, batch_of(step)  # the next one, while the devices work
             record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}
             record["tokens_per_second"] = round(record["tokens"] / (time.perf_counter() - started), 1)
-            stop = bool(caught) or step == run.steps
+            broken = record["nonfinite"] >= run.max_nonfinite
+            stop = bool(caught) or broken or step == run.steps
             if step % run.eval_every == 0 or step == run.steps:
-                predict = functools.partial(eval_step, state.params, state.frozen)
+                predict = functools.partial(eval_step, state.best, state.frozen)
                 record |= held_out_accuracies(predict, held_out, model_config, config.data, layout, mesh)
             log.write(record)
             if step % run.save_every == 0 or stop:
@@ -140,6 +148,15 @@ def train(config: Config, devices: str) -> int:
                 break
 
     done = int(state.step)
+    if broken:
+        replay = out / f"nonfinite-{done}.npz"
+        np.savez(replay, **used)
+        say(
+            f"stopped after step {done}: the loss or a gradient of the last {int(state.nonfinite)} steps was not "
+            f"finite; they changed no parameter, the state is saved in checkpoint {done}, and the batch of step "
+            f"{done}, as the training step takes it, in {replay}"
+        )
+        return 1
     python = shlex.quote(os.path.relpath(sys.executable) if sys.prefix.startswith(os.getcwd()) else sys.executable)
     resume = f"{python} -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
     if done < run.steps:
@@ -149,37 +166,52 @@ def train(config: Config, devices: str) -> int:
     records = read_metrics(out / "metrics.jsonl")
     result = records[-1]
     draw_metrics(records, out / "curves.png", f"{digits.describe(config.data)}\ncp {layout.cp}, {layout.name} layout")
-    export = out / "export"
-    save_pretrained(merge_model(graphdef, state.params, state.frozen), export)
-    write_card(export, config, result, name)
-    _, *initial = split_model(make_model(config))
-    changes = relative_change(initial[0] | initial[1], state.params | state.frozen, names)
+    model, adapter, export = merge_model(graphdef, state.best, state.frozen), out / "adapter", out / "export"
+    if config.lora.rank:
+        save_adapter(model, adapter, config.lora, config.model.path)
+        merge_adapters(model)
+    if exported := not config.lora.rank or config.lora.merge:
+        save_pretrained(model, export)
+        write_card(export, config, result, name)
+    _, *initial = split_model(make_base(config))
+    _, *final = split_model(model)
+    changes = relative_change(initial[0] | initial[1], final[0] | final[1], names)
     say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
         + " (change since the start, relative to the norm)")  # fmt: skip
     say(f"held-out accuracy {result['held_out_accuracy']:.2f}")
     say(f"picture     {out / 'curves.png'}")
     say(f"metrics     {out / 'metrics.jsonl'}")
     say(f"checkpoints {out / 'checkpoints'}")
-    say(f"export      {export}")
     say(f"resume      {resume}")
-    say(f"try it      {python} -m cpjax.train.evaluate {shlex.quote(str(export))}")
+    if config.lora.rank:
+        say(f"adapter     {adapter}")
+    if exported:
+        say(f"export      {export}")
+        say(f"try it      {python} -m cpjax.train.evaluate {shlex.quote(str(export))}")
+    else:
+        merged = shlex.quote(str(out / "merged"))
+        say(f"merge it    {python} -m cpjax.train.lora {shlex.quote(str(adapter))} {merged}")
     return 0
 
 
 def make_model(config: Config) -> Any:
-    """The model before the first step: from a Hugging Face folder, or fresh weights from the seed."""
+    """The model before the first step, with the adapters that are to be trained."""
+    model = make_base(config)
+    if config.lora.path:
+        load_adapter(model, pathlib.Path(config.lora.path), config.lora)
+    elif config.lora.rank:
+        add_adapters(model, config.lora, config.run.seed)
+    return model
+
+
+def make_base(config: Config) -> Any:
+    """The model without adapters: from a Hugging Face folder, or fresh weights from the seed."""
     dtype = jnp.dtype(config.model.dtype)
     if config.model.path:
         return from_pretrained(config.model.path, dtype=dtype)
     model_config = digits.model_config(config.model)
     model_class = family(model_config.model_type).Model
     return model_class(model_config, rngs=nnx.Rngs(config.run.seed), dtype=dtype)
-
-
-def decayed(model_config: Any, params: Arrays) -> dict[str, bool]:
-    """By path, whether weight decay applies: to what is a matrix or a convolution in the Hugging Face folder."""
-    table = family(model_config.model_type).weights(model_config)
-    return {w.path: len(w.shape_on_disk(params[w.path].shape)) > 1 for w in table if w.path in params}
 
 
 @contextlib.contextmanager

@@ -1,14 +1,14 @@
-"""The training step: one pure function `(state, batch) -> (state, metrics)`.
+"""The training step: one pure function `(state, batch, sharder) -> (state, metrics)`.
 
-The loss runs in one `jax.shard_map` that is manual over cp only. Parameters enter it whole and alike on all ranks,
-so the gradient of each is the sum over ranks, whichever rank used it; dp and fsdp are left to the compiler.
+Loss and gradients run in one `jax.shard_map` that is manual over cp only. Parameters enter it whole; each rank takes
+the gradient of the loss of all ranks with respect to its own copy of them, one microbatch after another, and the sums
+are added over the ranks once, at the end. dp and fsdp are left to the compiler.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +24,19 @@ from cpjax.loss import cross_entropy
 from cpjax.mesh import compiler_options
 from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.shard import IGNORE, Sharder
+from cpjax.train.optimizer import moving_average
+from cpjax.train.patterns import find
+from cpjax.train.precision import LossScale
+from cpjax.varying import vary_over
 
 Arrays = dict[str, jax.Array]
 """Arrays by dotted path, for instance "layers.slots.0.mlp.gate_proj.kernel"."""
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["params", "frozen", "opt_state", "step"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "frozen", "opt_state", "step", "nonfinite", "average", "loss_scale"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -41,12 +47,23 @@ class TrainState:
         frozen: parameters that get no gradient and no update, and the model's buffers.
         opt_state: optax state of `params`.
         step: int32 scalar, number of steps taken.
+        nonfinite: int32 scalar, number of steps in a row, up to the last, that were skipped.
+        average: moving average of `params`, in float32 or wider; empty if none is kept.
+        loss_scale: for float16, otherwise None.
     """
 
     params: Arrays
     frozen: Arrays
     opt_state: Any
     step: jax.Array
+    nonfinite: jax.Array
+    average: Arrays
+    loss_scale: LossScale | None
+
+    @property
+    def best(self) -> Arrays:
+        """What evaluation and export use: the average if one is kept, in the parameters' dtype."""
+        return {name: self.average.get(name, array).astype(array.dtype) for name, array in self.params.items()}
 
 
 def split_model(
@@ -54,47 +71,29 @@ def split_model(
 ) -> tuple[nnx.GraphDef, Arrays, Arrays]:
     """Splits a model into its structure, the arrays to train and the others.
 
+    Of a model with adapters (`nnx.LoRAParam`) only these are trained.
+
     Args:
         freeze: regular expressions, searched in the dotted path of each parameter and in its Hugging Face names.
         hf_names: the Hugging Face names of each dotted path (several where layers are stacked).
 
     Raises:
-        ValueError: a pattern that is no regular expression, matches nothing, matches only some of the layers
-            stacked in one array, or leaves nothing to train.
+        ValueError: a bad pattern, see `find`, or patterns that leave nothing to train.
     """
     graphdef, state = nnx.split(model)
+    variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    found = find("freeze pattern", freeze, {name: (hf_names or {}).get(name, ()) for name in variables})
+    hit = {name for names in found for name in names}
+    adapted = any(isinstance(variable, nnx.LoRAParam) for variable in variables.values())
+    kind = nnx.LoRAParam if adapted else nnx.Param
     params: Arrays = {}
     frozen: Arrays = {}
-    used: set[str] = set()
-    for path, variable in nnx.to_flat_state(state):
-        name = ".".join(map(str, path))
-        aliases = (hf_names or {}).get(name, ())
-        hits = {pattern for pattern in freeze if _matches(pattern, name, aliases)}
-        used |= hits
-        is_param = isinstance(variable, nnx.Param)
-        (params if is_param and not hits else frozen)[name] = variable.get_value()
-    if unused := [pattern for pattern in freeze if pattern not in used]:
-        raise ValueError(
-            f"freeze pattern {unused[0]!r} matches no parameter: they are named like {next(iter(params))!r}"
-        )
+    for name, variable in variables.items():
+        trained = isinstance(variable, kind) and name not in hit
+        (params if trained else frozen)[name] = variable.get_value()
     if not params:
         raise ValueError(f"freeze patterns {list(freeze)} leave no parameter to train: drop one")
     return graphdef, params, frozen
-
-
-def _matches(pattern: str, name: str, aliases: Sequence[str]) -> bool:
-    try:
-        if re.search(pattern, name):
-            return True
-    except re.error as error:
-        raise ValueError(f"freeze pattern {pattern!r} is not a regular expression: {error}") from None
-    matched = [alias for alias in aliases if re.search(pattern, alias)]
-    if matched and len(matched) < len(aliases):
-        raise ValueError(
-            f"freeze pattern {pattern!r} matches {matched[0]!r} but not all of the {len(aliases)} tensors that are "
-            f"stacked in {name!r}: freeze all layers of a stack, or none"
-        )
-    return bool(matched)
 
 
 def merge_model(graphdef: nnx.GraphDef, *arrays: Arrays) -> Any:
@@ -107,44 +106,38 @@ def _path(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdigit() else part for part in name.split("."))
 
 
-def make_schedule(lr: float, steps: int, warmup: int) -> optax.Schedule:
-    """Linear warmup that reaches `lr` at step `warmup`, then a cosine that would reach 0 one step after the last."""
-    curve = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup) + 1)
-    return lambda count: curve(count + 1)  # the first step, count 0, is not wasted at a rate of 0
-
-
-def make_optimizer(
-    schedule: optax.Schedule,
-    decayed: Mapping[str, bool],
+def init_state(
+    params: Arrays,
+    frozen: Arrays,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
     *,
-    betas: tuple[float, float],
-    weight_decay: float,
-    clip: float,
-) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) after clipping to a global norm; clip 0 does not clip.
+    average: bool = False,
+    scaled: bool = False,
+) -> TrainState:
+    """The state before the first step, placed on the mesh.
 
     Args:
-        decayed: by path, whether weight decay applies; where not given, to matrices only.
+        average: whether to keep a moving average of the parameters.
+        scaled: whether to scale the loss, for float16.
     """
 
-    def mask(params: Arrays) -> dict[str, bool]:
-        return {name: decayed.get(name, array.ndim > 1) for name, array in params.items()}
+    def rest(params: Arrays) -> TrainState:
+        wide = {name: array.astype(_wide(array)) for name, array in params.items()} if average else {}
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState({}, {}, optimizer.init(params), zero, zero, wide, LossScale.start() if scaled else None)
 
-    adamw = optax.adamw(schedule, b1=betas[0], b2=betas[1], weight_decay=weight_decay, mask=mask)
-    return optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
+    params, frozen = (
+        {name: jax.device_put(array, parameter_sharding(mesh, array.shape)) for name, array in arrays.items()}
+        for arrays in (params, frozen)
+    )
+    shardings = jax.tree.map(lambda x: parameter_sharding(mesh, x.shape), jax.eval_shape(rest, params))
+    state = jax.jit(rest, out_shardings=shardings)(params)
+    return dataclasses.replace(state, params=params, frozen=frozen)
 
 
-def init_state(params: Arrays, frozen: Arrays, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state before the first step, placed on the mesh."""
-
-    def place(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.device_put(x, parameter_sharding(mesh, np.shape(x))), tree)
-
-    params = place(params)
-    opt_shapes = jax.eval_shape(optimizer.init, params)
-    shardings = jax.tree.map(lambda x: parameter_sharding(mesh, x.shape), opt_shapes)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    return TrainState(params, place(frozen), opt_state, place(jnp.zeros((), jnp.int32)))
+def _wide(array: jax.Array) -> Any:
+    return jnp.promote_types(array.dtype, jnp.float32)
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> Arrays:
@@ -159,12 +152,29 @@ def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> Arrays:
             f"a batch of {rows} rows cannot be split over dp {mesh.shape['dp']} x fsdp {mesh.shape['fsdp']}: "
             f"make the batch size a multiple of {parts}"
         )
-    by_row = NamedSharding(mesh, P(("dp", "fsdp")))
-    by_second = NamedSharding(mesh, P(None, ("dp", "fsdp")))
     return {
-        name: jax.device_put(array, by_second if name == "position_ids" and array.ndim == 3 else by_row)
+        name: jax.device_put(array, NamedSharding(mesh, P(*[None] * _row_axis(name, array), ("dp", "fsdp"))))
         for name, array in batch.items()
     }
+
+
+def _row_axis(name: str, array: Any) -> int:
+    """The axis of a batch's array that runs over its rows."""
+    return int(name == "position_ids" and array.ndim == 3)
+
+
+def _microbatches(batch: Arrays, count: int) -> Arrays:
+    """Splits the rows of all arrays into `count` parts, along a new first axis.
+
+    Each part takes its rows from all over the batch, so that none has to move to another device.
+    """
+
+    def split(name: str, array: jax.Array) -> jax.Array:
+        axis = _row_axis(name, array)
+        shape = (*array.shape[:axis], array.shape[axis] // count, count, *array.shape[axis + 1 :])
+        return jnp.moveaxis(array.reshape(shape), axis + 1, 0)
+
+    return {name: split(name, array) for name, array in batch.items()}
 
 
 def make_train_step(
@@ -172,40 +182,89 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     mesh: Mesh,
-    transport: str = "ring",
+    *,
+    accumulate: int = 1,
+    ema: float = 0.0,
+    **forward: Any,
 ) -> Callable[[TrainState, Arrays, Sharder], tuple[TrainState, Arrays]]:
     """The compiled `(state, batch, sharder) -> (state, metrics)`; the old state is given away.
 
-    Metrics are float32 scalars over the whole global batch, the same for every mesh: loss, accuracy, grad_norm
-    (before clipping), lr, valid_tokens (labels that count) and tokens (all but pads).
+    A step whose loss or gradient is not finite changes neither parameters, average nor optimizer state, not a bit.
+
+    Metrics are float32 scalars over the whole global batch, the same for every mesh and any number of microbatches:
+    loss, accuracy, grad_norm (before clipping), lr, valid_tokens (labels that count), tokens (all but pads), nonfinite
+    (steps in a row, up to this one, that were not finite) and, where the loss is scaled, loss_scale.
+
+    Args:
+        optimizer: gives updates at a learning rate of 1, see `make_optimizer`.
+        schedule: step, counted from 0, to learning rate.
+        accumulate: microbatches, a divisor of the rows that a device holds.
+        ema: decay of the moving average, if the state has one.
+        forward: keyword arguments of the model's call: transport, dtype, remat.
     """
 
-    def loss_fn(params: Arrays, frozen: Arrays, batch: Arrays, sharder: Sharder, valid: jax.Array):
-        def local(params: Arrays, frozen: Arrays, batch: Arrays, valid: jax.Array):
-            model = merge_model(graphdef, params, frozen)
-            hidden = model(batch, sharder, transport=transport)
-            labels = sharder.take_local(batch["labels"])
-            parts = cross_entropy(hidden, model.head(), labels, valid_tokens=valid)
-            return jax.lax.psum(parts, "cp")
+    def local(
+        params: Arrays, frozen: Arrays, batch: Arrays, valid: jax.Array, scale: jax.Array, sharder: Sharder
+    ) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
+        """Loss, number of right predictions, and gradients of the scaled loss; all of the whole step."""
+        # Each rank has its own copy from here on: else every use of a parameter would add its gradient over the ranks.
+        params, frozen = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), (params, frozen))
 
-        over_cp = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"cp"}, check_vma=True)
-        return over_cp(params, frozen, batch, valid)
+        @functools.partial(jax.value_and_grad, has_aux=True)
+        def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Any]:
+            model = merge_model(graphdef, params, frozen)
+            hidden = model(batch, sharder, **forward)
+            labels = sharder.take_local(batch["labels"])
+            loss, correct = cross_entropy(hidden, model.head().astype(hidden.dtype), labels, valid_tokens=valid)
+            return loss * scale, (loss, correct)
+
+        def add(total: Any, batch: Arrays) -> tuple[Any, None]:
+            (_, parts), grads = loss_and_grads(params, batch)
+            return jax.tree.map(jnp.add, total, (parts, grads)), None
+
+        if accumulate == 1:
+            (_, parts), grads = loss_and_grads(params, batch)
+            return jax.lax.psum((parts, {name: grad.astype(_wide(grad)) for name, grad in grads.items()}), "cp")
+        zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
+        start = ((jnp.zeros((), jnp.result_type(*zeros.values())), jnp.int32(0)), zeros)
+        start = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), start)
+        total, _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
+        return jax.lax.psum(total, "cp")
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(mesh))
     def train_step(state: TrainState, batch: Arrays, sharder: Sharder) -> tuple[TrainState, Arrays]:
         valid = jnp.sum(batch["labels"] != IGNORE)
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, correct), grads = grad_fn(state.params, state.frozen, batch, sharder, valid)
+        scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+        over_cp = jax.shard_map(
+            functools.partial(local, sharder=sharder),
+            mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"cp"}, check_vma=True,
+        )  # fmt: skip
+        (loss, correct), grads = over_cp(state.params, state.frozen, batch, valid, scale)
+        if state.loss_scale:
+            grads = jax.tree.map(lambda grad: grad / scale, grads)
+        norm, lr = optax.tree.norm(grads), schedule(state.step)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = TrainState(optax.apply_updates(state.params, updates), state.frozen, opt_state, state.step + 1)
+        params = optax.apply_updates(state.params, jax.tree.map(lambda update: lr * update, updates))
+        average = moving_average(state.average, params, ema)
+        old = (state.params, state.opt_state, state.average)
+        params, opt_state, average = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state, average), old
+        )
+        nonfinite = jnp.where(finite, 0, state.nonfinite + 1)
+        loss_scale = state.loss_scale and state.loss_scale.after(finite)
+        new = TrainState(params, state.frozen, opt_state, state.step + 1, nonfinite, average, loss_scale)
         new = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, parameter_sharding(mesh, x.shape)), new)
         metrics = {
             "loss": loss,
             "accuracy": correct / jnp.maximum(valid, 1),
-            "grad_norm": optax.tree.norm(grads),
-            "lr": schedule(state.step),
+            "grad_norm": norm,
+            "lr": lr,
             "valid_tokens": valid,
             "tokens": jnp.sum(~batch["padding_mask"]),
+            "nonfinite": nonfinite,
+            **({"loss_scale": scale} if state.loss_scale else {}),
         }
         return new, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
@@ -213,14 +272,19 @@ def make_train_step(
 
 
 def make_eval_step(
-    graphdef: nnx.GraphDef, mesh: Mesh, transport: str = "ring", chunk_size: int = 1024
+    graphdef: nnx.GraphDef, mesh: Mesh, *, chunk_size: int = 1024, **forward: Any
 ) -> Callable[[Arrays, Arrays, Arrays, Sharder], jax.Array]:
-    """The compiled `(params, frozen, batch, sharder) -> int32 [B, T]`: the most likely next token at each position."""
+    """The compiled `(params, frozen, batch, sharder) -> int32 [B, T]`: the most likely next token at each position.
+
+    Args:
+        chunk_size: tokens whose logits are held at once.
+        forward: as for `make_train_step`.
+    """
 
     def eval_step(params: Arrays, frozen: Arrays, batch: Arrays, sharder: Sharder) -> jax.Array:
         def local(params: Arrays, frozen: Arrays, batch: Arrays) -> jax.Array:
             model = merge_model(graphdef, params, frozen)
-            hidden = model(batch, sharder, transport=transport)
+            hidden = model(batch, sharder, **forward)
             chunks = [
                 jnp.argmax(model.logits(hidden[:, start : start + chunk_size]), axis=-1)
                 for start in range(0, hidden.shape[1], chunk_size)

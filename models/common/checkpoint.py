@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -237,23 +237,44 @@ def save(
     Raises:
         ValueError: `path` is a file, or a folder that holds anything but an earlier export.
     """
+    with new_folder(path, _is_export) as new:
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _write(named_tensors(weights, model), new, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def new_folder(path: pathlib.Path, is_own: Callable[[str], bool]) -> Iterator[pathlib.Path]:
+    """A folder to fill, which then takes its place at `path` whole, or not at all if filling it raises.
+
+    Args:
+        is_own: whether a file of this name is part of such a folder; one that holds nothing else is replaced.
+
+    Raises:
+        ValueError: `path` is a file, or a folder that holds anything else.
+    """
     path = path.absolute()
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: give a folder that does not exist yet")
-    if foreign := sorted(f.name for f in path.glob("*") if not _is_export(f.name)):
-        raise ValueError(f"{path} holds {foreign[0]}, which is no part of a model export: give another folder")
+    if foreign := sorted(f.name for f in path.glob("*") if not is_own(f.name)):
+        raise ValueError(f"{path} holds {foreign[0]}, which is no part of an export: give another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         new = scratch / "new"
         new.mkdir()
-        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _write(named_tensors(weights, model), new, max_shard_bytes)
+        yield new
         if path.exists():
             os.replace(path, scratch / "old")
         os.replace(new, path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_tensors(tensors: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Writes a safetensors file as transformers does; those who may read its folder may read it."""
+    arrays = {name: np.ascontiguousarray(jax.device_get(value)) for name, value in tensors.items()}
+    save_file(arrays, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it
 
 
 def _is_export(name: str) -> bool:
@@ -269,8 +290,7 @@ def _write(tensors: Iterator[tuple[str, Any]], folder: pathlib.Path, max_shard_b
     total = size = 0
 
     def flush() -> None:
-        save_file(shard, folder / str(len(names)), metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG, folder / str(len(names)))  # safetensors lets nobody else read it
+        write_tensors(shard, folder / str(len(names)))
         names.append(list(shard))
         shard.clear()
 

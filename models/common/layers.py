@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,21 @@ from flax import nnx
 
 Module = TypeVar("Module", bound=nnx.Module)
 
+Remat = Literal["none", "layer", "dots"]
+"""What the backward pass of scanned layers computes anew: nothing, everything but the hidden state between them, or
+everything but that and the products with weights."""
+
 
 class Linear(nnx.Module):
     """y = x @ kernel (+ bias), kernel [in, out], in the dtype of x.
 
     Initialised with standard deviation scale x in^-0.5, so that small models, too, start at unit scale; bias zero.
+
+    Attributes:
+        adapter: a module that is called with x, kernel and x @ kernel, and returns what stands for the product.
     """
+
+    adapter: nnx.Module | None = None
 
     def __init__(
         self,
@@ -35,7 +44,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., in] -> [..., out]."""
-        y = x @ self.kernel[...].astype(x.dtype)
+        kernel = self.kernel[...]
+        y = x @ kernel.astype(x.dtype)
+        if self.adapter is not None:
+            y = self.adapter(x, kernel, y)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -113,15 +125,18 @@ def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rng
     return split(nnx.vmap(create, axis_size=count))(rngs)
 
 
-def scan_layers(layers: nnx.Module, hidden: jax.Array, *args: Any) -> jax.Array:
-    """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args)`, rematerialised.
+def scan_layers(layers: nnx.Module, hidden: jax.Array, *args: Any, remat: Remat = "layer") -> jax.Array:
+    """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args)`.
 
-    Compile time and the program's size do not grow with the number of copies; the backward pass keeps only the
-    hidden state between them.
+    Compile time and the program's size do not grow with the number of copies; with `remat` "layer" the backward pass
+    keeps only the hidden state between them.
     """
     graph, stacked = nnx.split(layers)
 
     def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, None]:
         return nnx.merge(graph, params)(hidden, *args), None
 
-    return jax.lax.scan(jax.checkpoint(body), hidden, stacked)[0]
+    if remat != "none":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+        body = jax.checkpoint(body, policy=policy)
+    return jax.lax.scan(body, hidden, stacked)[0]

@@ -15,6 +15,7 @@ from cpjax.attention import Mask, attention
 from cpjax.models.common.layers import (
     GatedMLP,
     Linear,
+    Remat,
     RMSNorm,
     apply_rope,
     rope_frequencies,
@@ -179,7 +180,7 @@ class Qwen3_5(nnx.Module):
     Args:
         config: sizes and token ids.
         rngs: source of the initial weights.
-        dtype: of the parameters and of all matrix products.
+        dtype: of the parameters.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
@@ -196,7 +197,15 @@ class Qwen3_5(nnx.Module):
             None if config.tie_word_embeddings else Linear(text.hidden_size, text.vocab_size, dtype=dtype, rngs=rngs)
         )
 
-    def __call__(self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str = "ring") -> jax.Array:
+    def __call__(
+        self,
+        batch: Mapping[str, jax.Array],
+        sharder: Sharder,
+        transport: str = "ring",
+        *,
+        dtype: Any = None,
+        remat: Remat = "layer",
+    ) -> jax.Array:
         """Final hidden states of this rank's tokens, [B, L, E].
 
         Called in the body of a `shard_map` over the sharder's axis, or anywhere when cp = 1. The batch is full length
@@ -207,10 +216,13 @@ class Qwen3_5(nnx.Module):
                 vision streams and vision_index [B, T] (see `prepare`).
             sharder: layout and lengths.
             transport: of attention's keys and values, see `cpjax.attention.attention`.
+            dtype: of activations and matrix products; None: that of the token embeddings.
+            remat: what the backward pass computes anew, see `scan_layers`.
         """
-        hidden = self.embed_tokens[...][batch["input_ids"]]
+        table = self.embed_tokens[...]
+        hidden = table[batch["input_ids"]].astype(dtype or table.dtype)
         if "pixel_values" in batch:
-            features = self.visual(batch).astype(hidden.dtype)
+            features = self.visual(batch, hidden.dtype, remat)
             index = batch["vision_index"][..., None]
             spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
             hidden = jnp.where(index >= 0, spliced, hidden)
@@ -224,7 +236,7 @@ class Qwen3_5(nnx.Module):
             sharder=sharder,
             transport=transport,
         )
-        return self.norm(scan_layers(self.layers, hidden, local))
+        return self.norm(scan_layers(self.layers, hidden, local, remat=remat))
 
     def head(self) -> jax.Array:
         """The matrix from hidden states to logits, [E, V]."""

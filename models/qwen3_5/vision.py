@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cpjax.attention import Mask, attention
-from cpjax.models.common.layers import LayerNorm, Linear, apply_rope, rope_frequencies, scan_layers, stack_layers
+from cpjax.models.common.layers import LayerNorm, Linear, Remat, apply_rope, rope_frequencies, scan_layers, stack_layers
 from cpjax.models.qwen3_5.config import VisionConfig
 from cpjax.shard import Identity, Sharder, make_sharder
 
@@ -63,12 +63,12 @@ class Vision(nnx.Module):
         self.linear_fc1 = Linear(merged, merged, bias=True, dtype=dtype, rngs=rngs)
         self.linear_fc2 = Linear(merged, config.out_hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+    def __call__(self, batch: Mapping[str, jax.Array], dtype: Any, remat: Remat) -> jax.Array:
         """The merged features of every row, [B, N / merge^2, out_hidden_size]; those of pads are unspecified.
 
         Reads pixel_values, vision_segment_ids, vision_positions, vision_table_indices and vision_table_weights.
         """
-        x = self.patch_embed(batch["pixel_values"].astype(self.patch_embed.kernel[...].dtype))
+        x = self.patch_embed(batch["pixel_values"].astype(dtype))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         corners = self.pos_embed[...].astype(wide)[batch["vision_table_indices"]]
         x = x + (corners * batch["vision_table_weights"].astype(wide)[..., None]).sum(-2).astype(x.dtype)
@@ -80,7 +80,7 @@ class Vision(nnx.Module):
 
         segments = batch["vision_segment_ids"]
         mask = Mask(causal=False, document_ids=segments, padding_mask=segments == 0)
-        x = scan_layers(self.blocks, x, angles, make_sharder(x.shape[1], Identity()), mask)
+        x = scan_layers(self.blocks, x, angles, make_sharder(x.shape[1], Identity()), mask, remat=remat)
 
         x = self.norm(x).reshape(x.shape[0], -1, self.linear_fc1.kernel.shape[0])
         return self.linear_fc2(jax.nn.gelu(self.linear_fc1(x), approximate=False))

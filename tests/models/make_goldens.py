@@ -1,15 +1,18 @@
 """Makes the golden files of the model families from transformers: python -m tests.models.make_goldens
 
-Needs torch and transformers; the tests that read the files need neither. For each family a folder with a tiny random
-model as transformers saves it, and per case one file: inputs, position ids, logits, loss, and every gradient by name.
+Needs torch, transformers and peft; the tests that read the files need none of them. For each family a folder with a
+tiny random model as transformers saves it, and per case one file: inputs, position ids, logits, loss, and every
+gradient by name. For adapters of it, as peft saves them, the logits of one case.
 """
 
+import json
 import pathlib
 
 import numpy as np
+import peft
 import torch
 import transformers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 PAD, IMAGE, VIDEO, START, END = 0, 90, 91, 92, 93
@@ -159,6 +162,45 @@ def qwen3_5_positions(model) -> None:
     )
 
 
+ADAPTERS = {
+    "lora": dict(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj", "in_proj_qkv", "attn.qkv"]),
+    "dora": dict(r=2, lora_alpha=6, target_modules=["k_proj", "gate_proj"], use_dora=True, use_rslora=True),
+}
+
+
+def qwen3_5_adapters() -> None:
+    """Adapters on the saved model, and what they make of the case "images"."""
+    case = load_file(GOLDENS / "qwen3_5-images.safetensors")
+    ids = case["input_ids"]
+    inputs = {key: torch.tensor(case[key]) for key in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")}
+    inputs |= {
+        "mm_token_type_ids": torch.tensor(np.where(ids == IMAGE, 1, 0)),
+        "position_ids": torch.tensor(case["position_ids"]),
+    }
+    logits = {}
+    for name, options in ADAPTERS.items():
+        base = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
+            GOLDENS / "qwen3_5", dtype=torch.float32, attn_implementation="eager"
+        )
+        torch.manual_seed(4)
+        model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)).eval()
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "lora_B" in key:
+                    parameter.normal_(std=0.1)
+                if "magnitude" in key:
+                    parameter.mul_(1 + 0.2 * torch.randn(parameter.shape))
+            logits[name] = model(**inputs, use_cache=False).logits.numpy()
+        folder = GOLDENS / f"qwen3_5-{name}"
+        model.save_pretrained(folder)
+        (folder / "README.md").unlink(missing_ok=True)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        config |= {"base_model_name_or_path": "qwen3_5", "target_modules": sorted(config["target_modules"])}
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    save_file(logits, GOLDENS / "qwen3_5-adapters.safetensors")
+
+
 if __name__ == "__main__":
     GOLDENS.mkdir(exist_ok=True)
     qwen3_5()
+    qwen3_5_adapters()

@@ -10,8 +10,9 @@ import pytest
 
 from cpjax.mesh import make_mesh
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
-from cpjax.train.config import Config, MeshConfig, ModelConfig, RunConfig
-from cpjax.train.step import init_state, make_optimizer, make_schedule
+from cpjax.train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
+from cpjax.train.optimizer import make_optimizer
+from cpjax.train.step import init_state
 
 
 def make_config(out, **run):
@@ -21,7 +22,7 @@ def make_config(out, **run):
 def make_state(mesh, seed=0, width=8):
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {"a.kernel": jax.random.normal(keys[0], (width, 6)), "a.bias": jax.random.normal(keys[1], (3,))}
-    optimizer = make_optimizer(make_schedule(1e-3, 10, 2), {}, betas=(0.9, 0.99), weight_decay=0.1, clip=1.0)
+    optimizer = make_optimizer(OptimizerConfig(), (), params)
     state = init_state(params, {"b": jax.random.normal(keys[2], (5,))}, optimizer, mesh)
     moved = jax.tree.map(lambda x: x + jnp.asarray(seed, x.dtype), state)
     return dataclasses.replace(moved, step=jnp.int32(seed))

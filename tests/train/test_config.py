@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from cpjax.train.config import Config, OptimizerConfig, RunConfig, make_parser, parse_config
+from cpjax.train.config import Config, OptimizerConfig, ParameterGroup, RunConfig, make_parser, parse_config
 
 
 def test_the_command_line_beats_the_file_which_beats_the_default(tmp_path):
@@ -17,7 +17,9 @@ def test_the_command_line_beats_the_file_which_beats_the_default(tmp_path):
 
 
 def test_yaml_round_trip(tmp_path):
-    config = Config(run=RunConfig(out="x", seed=3), optimizer=OptimizerConfig(betas=(0.5, 0.75), freeze=["a|b"]))
+    groups = [ParameterGroup("visual", lr_scale=0.1), ParameterGroup("norm", weight_decay=0.5)]
+    optimizer = OptimizerConfig(betas=(0.5, 0.75), freeze=["a|b"], groups=groups)
+    config = Config(run=RunConfig(out="x", seed=3), optimizer=optimizer)
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
     assert parse_config(["--config", str(file)]) == config
@@ -37,7 +39,13 @@ def test_yaml_round_trip(tmp_path):
         (["--optimizer.lr", "-1"], "--optimizer.lr is -1.0: it must be above 0"),
         (["--optimizer.lr", "nan"], "--optimizer.lr"),
         (["--optimizer.betas", "[0.9, 1.0]"], "--optimizer.betas"),
-        (["--mesh.dp", "3", "--run.batch_size", "4"], "a multiple of mesh.dp x mesh.fsdp, which is 3"),
+        (["--mesh.dp", "3", "--run.batch_size", "4"], "a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is 3"),
+        (["--run.accumulate", "4"], "a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is 4"),
+        (["--optimizer.ema", "1"], "--optimizer.ema is 1.0: it must be in [0, 1)"),
+        (["--optimizer.groups", "[{patern: a}]"], "patern"),
+        (["--optimizer.groups", "[{lr_scale: 2}]"], "pattern"),
+        (["--lora.rank", "8"], "adapters need --model.path"),
+        (["--lora.path", "adapter"], "give --lora.rank too"),
         (["--run.steps"], "--run.steps"),
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--config", "{folder}"], "not a file"),

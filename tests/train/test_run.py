@@ -177,7 +177,7 @@ def test_bad_options_write_nothing(command, tmp_path):
     assert "'towr' matches no parameter" in command("--run.out", out, "--optimizer.freeze", "[towr]")
     assert "--data.tokens is 90" in command("--run.out", out, "--data.tokens", 90, "--data.images", 10)
     assert "no run to resume" in command("--run.out", out, "--run.resume", "true")
-    assert "bfloat16" in command("--run.out", out, "--model.dtype", "bfloat16")
+    assert "bfloat16" in command("--run.out", out, "--model.dtype", "bfloat16", "--mesh.transport", "allgather")
     (tmp_path / "file").touch()
     assert "Not a directory" in command("--run.out", tmp_path / "file" / "out")
     assert "Not a directory" in command("--run.out", out, "--model.path", tmp_path / "file")
