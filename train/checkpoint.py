@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import yaml
 from jax.sharding import Mesh
 
-from cpjax.models.common.checkpoint import parameter_sharding
+from cpjax.models.common.sharding import tree_shardings
 from cpjax.train.config import Config
 from cpjax.train.step import TrainState
 
@@ -127,7 +127,9 @@ class Checkpoints:
         for unfinished in self._unfinished:
             say(f"a save of step {unfinished} was cut short; it is not used")
         target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=parameter_sharding(mesh, x.shape)), like
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            like,
+            tree_shardings(mesh, like),
         )
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy
 from cpjax.mesh import compiler_options
-from cpjax.models.common.checkpoint import parameter_sharding
+from cpjax.models.common.sharding import assemble, cp_axes, cp_specs, tree_shardings
 from cpjax.shard import IGNORE, Sharder
 from cpjax.train.optimizer import moving_average
 from cpjax.train.patterns import find
@@ -127,12 +127,8 @@ def init_state(
         zero = jnp.zeros((), jnp.int32)
         return TrainState({}, {}, optimizer.init(params), zero, zero, wide, LossScale.start() if scaled else None)
 
-    params, frozen = (
-        {name: jax.device_put(array, parameter_sharding(mesh, array.shape)) for name, array in arrays.items()}
-        for arrays in (params, frozen)
-    )
-    shardings = jax.tree.map(lambda x: parameter_sharding(mesh, x.shape), jax.eval_shape(rest, params))
-    state = jax.jit(rest, out_shardings=shardings)(params)
+    params, frozen = jax.device_put((params, frozen), tree_shardings(mesh, (params, frozen)))
+    state = jax.jit(rest, out_shardings=tree_shardings(mesh, jax.eval_shape(rest, params)))(params)
     return dataclasses.replace(state, params=params, frozen=frozen)
 
 
@@ -204,15 +200,18 @@ def make_train_step(
     """
 
     def local(
-        params: Arrays, frozen: Arrays, batch: Arrays, valid: jax.Array, scale: jax.Array, sharder: Sharder
-    ) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
+        params: Arrays, frozen: Arrays, batch: Arrays, valid: jax.Array, scale: jax.Array,
+        *, sharder: Sharder, axes: Mapping[str, int],
+    ) -> tuple[tuple[jax.Array, jax.Array], Arrays]:  # fmt: skip
         """Loss, number of right predictions, and gradients of the scaled loss; all of the whole step."""
-        # Each rank has its own copy from here on: else every use of a parameter would add its gradient over the ranks.
+        # Each rank has its own copy from here on of what it holds whole: else every use of such a parameter would add
+        # its gradient over the ranks.
         params, frozen = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), (params, frozen))
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Any]:
             model = merge_model(graphdef, params, frozen)
+            assemble(model, axes)
             hidden = model(batch, sharder, **forward)
             labels = sharder.take_local(batch["labels"])
             loss, correct = cross_entropy(hidden, model.head().astype(hidden.dtype), labels, valid_tokens=valid)
@@ -224,21 +223,30 @@ def make_train_step(
 
         if accumulate == 1:
             (_, parts), grads = loss_and_grads(params, batch)
-            return jax.lax.psum((parts, {name: grad.astype(_wide(grad)) for name, grad in grads.items()}), "cp")
-        zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
-        start = ((jnp.zeros((), jnp.result_type(*zeros.values())), jnp.int32(0)), zeros)
-        start = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), start)
-        total, _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
-        return jax.lax.psum(total, "cp")
+            grads = {name: grad.astype(_wide(grad)) for name, grad in grads.items()}
+        else:
+            zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
+            start = ((jnp.zeros((), jnp.result_type(*zeros.values())), jnp.int32(0)), zeros)
+            start = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), start)
+            (parts, grads), _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
+        whole = {name: grad for name, grad in grads.items() if name not in axes}  # of parts gather has added them
+        parts, whole = jax.lax.psum((parts, whole), "cp")
+        return parts, grads | whole
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(mesh))
     def train_step(state: TrainState, batch: Arrays, sharder: Sharder) -> tuple[TrainState, Arrays]:
         valid = jnp.sum(batch["labels"] != IGNORE)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
+        axes = cp_axes(mesh, state.params | state.frozen)
+        specs = cp_specs(state.params, axes)
         over_cp = jax.shard_map(
-            functools.partial(local, sharder=sharder),
-            mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"cp"}, check_vma=True,
-        )  # fmt: skip
+            functools.partial(local, sharder=sharder, axes=axes),
+            mesh=mesh,
+            in_specs=(specs, cp_specs(state.frozen, axes), P(), P(), P()),
+            out_specs=(P(), specs),
+            axis_names={"cp"},
+            check_vma=True,
+        )
         (loss, correct), grads = over_cp(state.params, state.frozen, batch, valid, scale)
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)
@@ -255,7 +263,7 @@ def make_train_step(
         nonfinite = jnp.where(finite, 0, state.nonfinite + 1)
         loss_scale = state.loss_scale and state.loss_scale.after(finite)
         new = TrainState(params, state.frozen, opt_state, state.step + 1, nonfinite, average, loss_scale)
-        new = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, parameter_sharding(mesh, x.shape)), new)
+        new = jax.lax.with_sharding_constraint(new, tree_shardings(mesh, new))
         metrics = {
             "loss": loss,
             "accuracy": correct / jnp.maximum(valid, 1),
@@ -282,8 +290,11 @@ def make_eval_step(
     """
 
     def eval_step(params: Arrays, frozen: Arrays, batch: Arrays, sharder: Sharder) -> jax.Array:
+        axes = cp_axes(mesh, params | frozen)
+
         def local(params: Arrays, frozen: Arrays, batch: Arrays) -> jax.Array:
             model = merge_model(graphdef, params, frozen)
+            assemble(model, axes)
             hidden = model(batch, sharder, **forward)
             chunks = [
                 jnp.argmax(model.logits(hidden[:, start : start + chunk_size]), axis=-1)
@@ -292,7 +303,12 @@ def make_eval_step(
             return jnp.concatenate(chunks, axis=1).astype(jnp.int32)
 
         over_cp = jax.shard_map(
-            local, mesh=mesh, in_specs=P(), out_specs=P(None, "cp"), axis_names={"cp"}, check_vma=True
+            local,
+            mesh=mesh,
+            in_specs=(cp_specs(params, axes), cp_specs(frozen, axes), P()),
+            out_specs=P(None, "cp"),
+            axis_names={"cp"},
+            check_vma=True,
         )
         by_rank = over_cp(params, frozen, batch)
         return jnp.take(by_rank, sharder.inverse(), axis=1)

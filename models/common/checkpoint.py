@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from cpjax.models.common.sharding import parameter_sharding
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
@@ -79,16 +81,6 @@ def named_tensors(weights: Sequence[Weight], tree: Any) -> Iterator[tuple[str, A
             yield from weight.to_disk(leaves.pop(weight.path))
     if leaves:
         raise ValueError(f"the tree has {next(iter(leaves))!r}, which is no parameter of this model: pass its own tree")
-
-
-def parameter_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
-    """Where a parameter lives: its largest axis that fsdp divides is split, otherwise it is replicated."""
-    size = mesh.shape.get("fsdp", 1)
-    axes = [axis for axis, length in enumerate(shape) if length >= size and length % size == 0]
-    spec: list[str | None] = [None] * len(shape)
-    if size > 1 and axes:
-        spec[max(axes, key=lambda axis: shape[axis])] = "fsdp"
-    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 class Folder:
@@ -187,7 +179,9 @@ def load(
             if mesh is None:
                 values[weight.path] = jnp.asarray(read((slice(None),) * len(shape)))
             else:
-                values[weight.path] = jax.make_array_from_callback(shape, parameter_sharding(mesh, shape), read)
+                values[weight.path] = jax.make_array_from_callback(
+                    shape, parameter_sharding(mesh, shape, weight.path), read
+                )
     extra = sorted(n for n in folder.names.difference(*(w.names for w in weights)) if not re.match(dropped, n))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from cpjax.models.common.sharding import gather_parts
+
 Module = TypeVar("Module", bound=nnx.Module)
 
 Remat = Literal["none", "layer", "dots"]
@@ -122,7 +124,9 @@ def apply_rope(x: jax.Array, angles: jax.Array) -> jax.Array:
 def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rngs) -> Module:
     """One module whose parameters hold `count` independently initialised copies along a new first axis."""
     split = nnx.split_rngs(splits=count)
-    return split(nnx.vmap(create, axis_size=count))(rngs)
+    layers = split(nnx.vmap(create, axis_size=count))(rngs)
+    layers.parts = ()  # (path, axis) of parameters of which this rank holds a part, see `sharding.assemble`
+    return layers
 
 
 def scan_layers(layers: nnx.Module, hidden: jax.Array, *args: Any, remat: Remat = "layer") -> jax.Array:
@@ -134,7 +138,9 @@ def scan_layers(layers: nnx.Module, hidden: jax.Array, *args: Any, remat: Remat 
     graph, stacked = nnx.split(layers)
 
     def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, None]:
-        return nnx.merge(graph, params)(hidden, *args), None
+        layer = nnx.merge(graph, params)
+        gather_parts(layer, layers.parts)
+        return layer(hidden, *args), None
 
     if remat != "none":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None

@@ -11,6 +11,7 @@ from flax import nnx
 
 from cpjax.mesh import make_mesh
 from cpjax.models import hf_names
+from cpjax.models.common import sharding
 from cpjax.models.qwen3_5 import STREAMS, Config, Model, Row, TextConfig, VisionConfig, patchify, prepare, weights
 from cpjax.shard import IGNORE, layout_from_name, make_batch
 from cpjax.train.config import OptimizerConfig
@@ -58,11 +59,17 @@ def make_rows():
     return rows
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Parameters as small as these are split over cp too."""
+    monkeypatch.setattr(sharding, "SMALLEST", 8)
+
+
 class Run:
     """A compiled step on a mesh, the batch for it, and what one step gave."""
 
-    def __init__(self, dp=1, fsdp=1, cp=1, layout="zigzag", transport="ring", accumulate=1, freeze=()):
-        mesh = make_mesh(dp, fsdp, cp)
+    def __init__(self, dp=1, fsdp=1, cp=1, tp=1, layout="zigzag", transport="ring", accumulate=1, freeze=()):
+        mesh = make_mesh(dp, fsdp, cp, tp)
         model = Model(MODEL, rngs=nnx.Rngs(0))
         graphdef, params, frozen = split_model(model, freeze, hf_names(model))
         self.before = jax.tree.map(np.array, params | frozen)
@@ -90,7 +97,7 @@ MESHES = [
     {"cp": 4},
     {"cp": 2, "layout": "contiguous", "transport": "allgather"},
     {"dp": 2, "cp": 2, "accumulate": 2},
-    {"fsdp": 2, "cp": 2},
+    {"fsdp": 2, "cp": 2, "tp": 2},
 ]
 
 

@@ -1,0 +1,109 @@
+"""Where parameters live, and how the parts come together where they are used.
+
+Every large array is split over the mesh axes fsdp, cp and tp. The axes fsdp and tp are the compiler's business; the
+axis cp is manual in a model's forward pass, so `assemble` gathers there: layer by layer in a stack of layers, whose
+gradients are then added and split over the ranks layer by layer as well, and at once outside of stacks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+SMALLEST = 1 << 12
+"""Numbers of a layer below which an array is whole on every rank: it costs more to gather than to hold."""
+
+_ROWS = re.compile(r"(o_proj|out_proj|down_proj|attn\.proj|linear_fc2)\.kernel$")
+"""Matrices that take in what others before them have split over tp: they are split by their rows."""
+
+_TABLES = re.compile(r"(embed_tokens|pos_embed)$")
+"""Tables to look things up in are split by columns, and not over tp: XLA's partitioner crashes on other look-ups."""
+
+
+def parameter_sharding(mesh: Mesh, shape: Sequence[int], name: str = "") -> NamedSharding:
+    """Where a parameter, or what an optimizer keeps of it, lives.
+
+    Matrices are split over tp by columns, those that end a block by rows (arXiv 1909.08053). Over fsdp the largest axis
+    that it divides is split; over cp the largest of the others but the first, which may be that of the layers.
+
+    Args:
+        name: dotted path.
+    """
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    left = list(shape)
+
+    def split(axis_name: str, axes: Sequence[int]) -> None:
+        size = mesh.shape.get(axis_name, 1)
+        axes = [axis for axis in axes if left[axis] >= size and left[axis] % size == 0]
+        if size > 1 and axes:
+            axis = max(axes, key=lambda axis: (not spec[axis], left[axis]))
+            spec[axis] += (axis_name,)
+            left[axis] //= size
+
+    table = _TABLES.search(name)
+    if len(shape) > 1 and math.prod(shape[1:] if len(shape) > 2 else shape) >= SMALLEST:
+        split("cp", range(1, len(shape)))  # first, as the outermost of those that share an axis: cp is manual
+        if not table:
+            split("tp", [len(shape) - (2 if _ROWS.search(name) else 1)])
+    split("fsdp", range(1 if table else 0, len(shape)))
+    return NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
+
+
+def cp_axes(mesh: Mesh, arrays: Mapping[str, Any]) -> dict[str, int]:
+    """By dotted path, the axis that `parameter_sharding` splits over cp, where it does."""
+    specs = {name: parameter_sharding(mesh, array.shape, name).spec for name, array in arrays.items()}
+    return {name: axis for name, spec in specs.items() for axis, split in enumerate(spec) if split and "cp" in split}
+
+
+def tree_shardings(mesh: Mesh, tree: Any) -> Any:
+    """`parameter_sharding` of the leaves of a tree whose innermost string keys are dotted paths."""
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str)]
+        return parameter_sharding(mesh, leaf.shape, names[-1] if names else "")
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def cp_specs(names: Iterable[str], axes: Mapping[str, int]) -> dict[str, PartitionSpec]:
+    """How arrays enter `shard_map`: those with an axis in parts."""
+    return {name: PartitionSpec(*[None] * axes[name], "cp") if name in axes else PartitionSpec() for name in names}
+
+
+def assemble(model: nnx.Module, axes: Mapping[str, int]) -> None:
+    """Makes a model that holds this rank's parts of its parameters work inside `shard_map`.
+
+    Parameters outside of stacks are gathered here; `scan_layers` gathers those of a stack, one layer at a time.
+
+    Args:
+        axes: the axis over which each parameter is split, by dotted path; the others are whole.
+    """
+    stacks = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model) if hasattr(module, "parts")}
+    parts: dict[str, list[tuple[str, int]]] = {prefix: [] for prefix in stacks}
+    for name, axis in axes.items():
+        prefix = next((prefix for prefix in stacks if name.startswith(prefix + ".")), None)
+        if prefix is not None:
+            parts[prefix].append((name[len(prefix) + 1 :], axis - 1))
+        else:
+            _gather(model, name, axis)
+    for prefix, module in stacks.items():
+        module.parts = tuple(parts[prefix])
+
+
+def gather_parts(model: nnx.Module, parts: Sequence[tuple[str, int]]) -> None:
+    """Gathers these parameters of a model."""
+    for name, axis in parts:
+        _gather(model, name, axis)
+
+
+def _gather(model: Any, name: str, axis: int) -> None:
+    for part in name.split("."):
+        model = model[int(part)] if part.isdigit() else getattr(model, part)
+    model.set_value(lax.all_gather(model.get_value(), "cp", axis=axis, tiled=True))
