@@ -203,12 +203,14 @@ def make_train_step(
         forward: keyword arguments of the model's call: transport, dtype, remat.
     """
 
+    axes = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
+
     def local(
         params: Arrays, frozen: Arrays, batch: Arrays, valid: jax.Array, scale: jax.Array, sharder: Sharder
     ) -> tuple[tuple[jax.Array, jax.Array], Arrays]:
         """Loss, number of right predictions, and gradients of the scaled loss; all of the whole step."""
         # Each rank has its own copy from here on: else every use of a parameter would add its gradient over the ranks.
-        params, frozen = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), (params, frozen))
+        params, frozen = jax.tree.map(lambda x: vary_over(x, axes), (params, frozen))
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Any]:
@@ -224,22 +226,23 @@ def make_train_step(
 
         if accumulate == 1:
             (_, parts), grads = loss_and_grads(params, batch)
-            return jax.lax.psum((parts, {name: grad.astype(_wide(grad)) for name, grad in grads.items()}), "cp")
+            return jax.lax.psum((parts, {name: grad.astype(_wide(grad)) for name, grad in grads.items()}), tuple(axes))
         zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
         start = ((jnp.zeros((), jnp.result_type(*zeros.values())), jnp.int32(0)), zeros)
-        start = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), start)
+        start = jax.tree.map(lambda x: vary_over(x, axes), start)
         total, _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
-        return jax.lax.psum(total, "cp")
+        return jax.lax.psum(total, tuple(axes))
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(mesh))
     def train_step(state: TrainState, batch: Arrays, sharder: Sharder) -> tuple[TrainState, Arrays]:
         valid = jnp.sum(batch["labels"] != IGNORE)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
-        over_cp = jax.shard_map(
-            functools.partial(local, sharder=sharder),
-            mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"cp"}, check_vma=True,
-        )  # fmt: skip
-        (loss, correct), grads = over_cp(state.params, state.frozen, batch, valid, scale)
+        on_ranks: Any = functools.partial(local, sharder=sharder)
+        if axes:
+            on_ranks = jax.shard_map(
+                on_ranks, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=True
+            )  # fmt: skip
+        (loss, correct), grads = on_ranks(state.params, state.frozen, batch, valid, scale)
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)
         norm, lr = optax.tree.norm(grads), schedule(state.step)
