@@ -202,7 +202,6 @@ def make_train_step(
         ema: decay of the moving average, if the state has one.
         forward: keyword arguments of the model's call: transport, dtype, remat.
     """
-
     axes = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
 
     def local(
@@ -239,9 +238,7 @@ def make_train_step(
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
         on_ranks: Any = functools.partial(local, sharder=sharder)
         if axes:
-            on_ranks = jax.shard_map(
-                on_ranks, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=True
-            )  # fmt: skip
+            on_ranks = jax.shard_map(on_ranks, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=True)
         (loss, correct), grads = on_ranks(state.params, state.frozen, batch, valid, scale)
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)
