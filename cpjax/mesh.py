@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType
 
-AXES = ("dp", "fsdp", "cp", "tp")
+AXES = ("dp", "fsdp", "cp")
 
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
@@ -22,9 +22,9 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
 
 
 def make_mesh(
-    dp: int = 1, fsdp: int = 1, cp: int = 1, tp: int = 1, *, devices: Sequence[jax.Device] | None = None
+    dp: int = 1, fsdp: int = 1, cp: int = 1, *, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh with axes ("dp", "fsdp", "cp", "tp"), all automatic; `jax.shard_map` makes cp manual where it is needed.
+    """A mesh with axes ("dp", "fsdp", "cp"), all automatic; `jax.shard_map` makes cp manual where it is needed.
 
     Neighbouring devices form a cp ring. Where there are more devices than needed, the first ones are taken.
 
@@ -32,21 +32,20 @@ def make_mesh(
         dp: copies of the parameters, each with its own rows of the batch.
         fsdp: parts that parameters and optimizer state are split into, each with its own rows of the batch.
         cp: parts that every sequence is split into.
-        tp: parts that matrices, and the heads of attention, are split into.
         devices: defaults to all of the default backend.
 
     Raises:
-        ValueError: an axis below 1, or fewer devices than dp x fsdp x cp x tp.
+        ValueError: an axis below 1, or fewer devices than dp x fsdp x cp.
     """
-    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
+    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"mesh axis {name} is {size}: give a size of at least 1")
-    needed = dp * fsdp * cp * tp
+    needed = dp * fsdp * cp
     devices = jax.devices() if devices is None else devices
     if needed > len(devices):
         raise ValueError(
-            f"a mesh of dp {dp} x fsdp {fsdp} x cp {cp} x tp {tp} needs {needed} devices, but there are {len(devices)} "
-            f"({devices[0].platform}): lower one of them, or start with more devices"
+            f"a mesh of dp {dp} x fsdp {fsdp} x cp {cp} needs {needed} devices, but there are {len(devices)} "
+            f"({devices[0].platform}): lower one of the three, or start with more devices"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])

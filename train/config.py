@@ -68,8 +68,6 @@ class MeshConfig:
     """Parts that parameters and optimizer state are split into, in devices; each gets its own rows of the batch."""
     cp: int = 4
     """Parts that every sequence is split into, in devices."""
-    tp: int = 1
-    """Parts that matrices and attention heads are split into, in devices."""
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a device owns: zigzag balances causal attention, contiguous is one run of tokens."""
     transport: Literal["ring", "allgather", "ulysses", "ring_ulysses", "auto"] = "ring"
@@ -191,7 +189,7 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "run.steps", "run.batch_size", "run.accumulate",
+        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "run.steps", "run.batch_size", "run.accumulate",
                      "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
                      "run.keep"):  # fmt: skip
             self._check(name, self._get(name) >= 1, "at least 1")

@@ -60,7 +60,7 @@ def train(config: Config, devices: str) -> int:
     say = console.print
     run, out = config.run, pathlib.Path(config.run.out)
     check_folder(config)
-    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp)
+    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
     compute = config.model.dtype if config.model.compute_dtype == "same" else config.model.compute_dtype
     on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
@@ -111,7 +111,7 @@ def train(config: Config, devices: str) -> int:
     start = f"from {config.model.path}" if config.model.path else "from scratch"
     say(f"cpjax {__version__}: trains {name} {start}")
     say(f"devices     {devices}")
-    say("mesh        " + " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()))
+    say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp}")
     say(f"sequence    {layout.name} layout, {config.mesh.transport} transport: {sharder.length:,} tokens, "
         f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
     say(f"data        {digits.describe(config.data)}")

@@ -198,20 +198,21 @@ def make_train_step(
         ema: decay of the moving average, if the state has one.
         forward: keyword arguments of the model's call: transport, dtype, remat.
     """
+    manual = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
 
     def local(
         params: Arrays, frozen: Arrays, batch: Arrays, valid: jax.Array, scale: jax.Array,
-        *, sharder: Sharder, axes: Mapping[str, int],
+        *, sharder: Sharder, split: Mapping[str, int],
     ) -> tuple[tuple[jax.Array, jax.Array], Arrays]:  # fmt: skip
         """Loss, number of right predictions, and gradients of the scaled loss; all of the whole step."""
         # Each rank has its own copy from here on of what it holds whole: else every use of such a parameter would add
         # its gradient over the ranks.
-        params, frozen = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), (params, frozen))
+        params, frozen = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen))
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Any]:
             model = merge_model(graphdef, params, frozen)
-            assemble(model, axes)
+            assemble(model, split)
             hidden = model(batch, sharder, **forward)
             labels = sharder.take_local(batch["labels"])
             loss, correct = cross_entropy(hidden, model.head().astype(hidden.dtype), labels, valid_tokens=valid)
@@ -227,27 +228,29 @@ def make_train_step(
         else:
             zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
             start = ((jnp.zeros((), jnp.result_type(*zeros.values())), jnp.int32(0)), zeros)
-            start = jax.tree.map(lambda x: vary_over(x, frozenset(["cp"])), start)
+            start = jax.tree.map(lambda x: vary_over(x, manual), start)
             (parts, grads), _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
-        whole = {name: grad for name, grad in grads.items() if name not in axes}  # of parts gather has added them
-        parts, whole = jax.lax.psum((parts, whole), "cp")
+        whole = {name: grad for name, grad in grads.items() if name not in split}  # gathering has added the others
+        parts, whole = jax.lax.psum((parts, whole), tuple(manual))
         return parts, grads | whole
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(mesh))
     def train_step(state: TrainState, batch: Arrays, sharder: Sharder) -> tuple[TrainState, Arrays]:
         valid = jnp.sum(batch["labels"] != IGNORE)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
-        axes = cp_axes(mesh, state.params | state.frozen)
-        specs = cp_specs(state.params, axes)
-        over_cp = jax.shard_map(
-            functools.partial(local, sharder=sharder, axes=axes),
-            mesh=mesh,
-            in_specs=(specs, cp_specs(state.frozen, axes), P(), P(), P()),
-            out_specs=(P(), specs),
-            axis_names={"cp"},
-            check_vma=True,
-        )
-        (loss, correct), grads = over_cp(state.params, state.frozen, batch, valid, scale)
+        split = cp_axes(mesh, state.params | state.frozen)
+        on_ranks: Any = functools.partial(local, sharder=sharder, split=split)
+        if manual:
+            specs = cp_specs(state.params, split)
+            on_ranks = jax.shard_map(
+                on_ranks,
+                mesh=mesh,
+                in_specs=(specs, cp_specs(state.frozen, split), P(), P(), P()),
+                out_specs=(P(), specs),
+                axis_names=manual,
+                check_vma=True,
+            )
+        (loss, correct), grads = on_ranks(state.params, state.frozen, batch, valid, scale)
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)
         norm, lr = optax.tree.norm(grads), schedule(state.step)
@@ -290,11 +293,11 @@ def make_eval_step(
     """
 
     def eval_step(params: Arrays, frozen: Arrays, batch: Arrays, sharder: Sharder) -> jax.Array:
-        axes = cp_axes(mesh, params | frozen)
+        split = cp_axes(mesh, params | frozen)
 
         def local(params: Arrays, frozen: Arrays, batch: Arrays) -> jax.Array:
             model = merge_model(graphdef, params, frozen)
-            assemble(model, axes)
+            assemble(model, split)
             hidden = model(batch, sharder, **forward)
             chunks = [
                 jnp.argmax(model.logits(hidden[:, start : start + chunk_size]), axis=-1)
@@ -305,7 +308,7 @@ def make_eval_step(
         over_cp = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(cp_specs(params, axes), cp_specs(frozen, axes), P()),
+            in_specs=(cp_specs(params, split), cp_specs(frozen, split), P()),
             out_specs=P(None, "cp"),
             axis_names={"cp"},
             check_vma=True,

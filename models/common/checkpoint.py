@@ -250,7 +250,7 @@ def new_folder(path: pathlib.Path, is_own: Callable[[str], bool]) -> Iterator[pa
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: give a folder that does not exist yet")
     if foreign := sorted(f.name for f in path.glob("*") if not is_own(f.name)):
-        raise ValueError(f"{path} holds {foreign[0]}, which is no part of an export: give another folder")
+        raise ValueError(f"{path} holds {foreign[0]}, which is no part of a model export: give another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:

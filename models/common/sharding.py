@@ -1,7 +1,6 @@
 """Where parameters live, and how the parts come together where they are used.
 
-Every large array is split over the mesh axes fsdp, cp and tp. The axes fsdp and tp are the compiler's business; the
-axis cp is manual in a model's forward pass, so `assemble` gathers there: layer by layer in a stack of layers, whose
+Every large array is split over the mesh axes fsdp and cp. The axis fsdp is the compiler's business; the axis cp is manual in a model's forward pass, so `assemble` gathers there: layer by layer in a stack of layers, whose
 gradients are then added and split over the ranks layer by layer as well, and at once outside of stacks.
 """
 
@@ -20,18 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 SMALLEST = 1 << 12
 """Numbers of a layer below which an array is whole on every rank: it costs more to gather than to hold."""
 
-_ROWS = re.compile(r"(o_proj|out_proj|down_proj|attn\.proj|linear_fc2)\.kernel$")
-"""Matrices that take in what others before them have split over tp: they are split by their rows."""
-
 _TABLES = re.compile(r"(embed_tokens|pos_embed)$")
-"""Tables to look things up in are split by columns, and not over tp: XLA's partitioner crashes on other look-ups."""
+"""Tables to look things up in are split by columns: XLA's partitioner crashes on some other look-ups."""
 
 
 def parameter_sharding(mesh: Mesh, shape: Sequence[int], name: str = "") -> NamedSharding:
     """Where a parameter, or what an optimizer keeps of it, lives.
 
-    Matrices are split over tp by columns, those that end a block by rows (arXiv 1909.08053). Over fsdp the largest axis
-    that it divides is split; over cp the largest of the others but the first, which may be that of the layers.
+    Over cp the largest axis that it divides is split, but not the first, which may be that of the layers; over fsdp the
+    largest of the others.
 
     Args:
         name: dotted path.
@@ -50,8 +46,6 @@ def parameter_sharding(mesh: Mesh, shape: Sequence[int], name: str = "") -> Name
     table = _TABLES.search(name)
     if len(shape) > 1 and math.prod(shape[1:] if len(shape) > 2 else shape) >= SMALLEST:
         split("cp", range(1, len(shape)))  # first, as the outermost of those that share an axis: cp is manual
-        if not table:
-            split("tp", [len(shape) - (2 if _ROWS.search(name) else 1)])
     split("fsdp", range(1 if table else 0, len(shape)))
     return NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
 

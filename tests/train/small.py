@@ -70,9 +70,9 @@ class Uncompiled:
     """A step on a mesh, its state, and the batch for it."""
 
     def __init__(
-        self, dp=1, cp=1, dtype="float32", accumulate=1, ema=0.0, compute=None, model=None, freeze=FREEZE, **options
+        self, fsdp=1, cp=1, dtype="float32", accumulate=1, ema=0.0, compute=None, model=None, freeze=FREEZE, **options
     ):  # fmt: skip
-        self.mesh = make_mesh(dp=dp, cp=cp)
+        self.mesh = make_mesh(fsdp=fsdp, cp=cp)
         model = model or make_model(dtype)
         table = weight_table(model)
         graphdef, params, frozen = split_model(model, freeze, {weight.path: weight.names for weight in table})

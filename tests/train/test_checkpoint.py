@@ -23,7 +23,8 @@ def make_state(mesh, seed=0, width=8):
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {"a.kernel": jax.random.normal(keys[0], (width, 6)), "a.bias": jax.random.normal(keys[1], (3,))}
     optimizer = make_optimizer(OptimizerConfig(), (), params)
-    state = init_state(params, {"b": jax.random.normal(keys[2], (5,))}, optimizer, mesh)
+    frozen = {"b": jax.random.normal(keys[2], (5,))}
+    state = init_state(params, frozen, optimizer, mesh, average=True, scaled=True)
     moved = jax.tree.map(lambda x: x + jnp.asarray(seed, x.dtype), state)
     return dataclasses.replace(moved, step=jnp.int32(seed))
 

@@ -11,7 +11,7 @@ from cpjax.mesh import make_mesh
 
 def test_axes():
     mesh = make_mesh(dp=2, fsdp=2, cp=2)
-    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "cp": 2, "tp": 1}
+    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "cp": 2}
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert make_mesh(cp=4).size == 4  # of eight
 

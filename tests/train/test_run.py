@@ -19,6 +19,7 @@ from cpjax.train.__main__ import main
 from cpjax.train.config import Config
 from cpjax.train.errors import run_command
 from cpjax.train.evaluate import main as evaluate
+from cpjax.train.lora import load_adapter, merge_adapters
 from cpjax.train.metrics import read_metrics
 
 TINY = {
@@ -154,6 +155,44 @@ def test_the_first_losses_agree_on_every_mesh(folder, whole, cp, layout, transpo
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
+def test_adapters_are_saved_and_merged(folder, whole):
+    """LoRA on the export of another run, in two microbatches and with a moving average."""
+    base, out = whole[0] / "export", folder / "lora"
+    options = (
+        "--model.path", str(base), "--lora.rank", "2", "--lora.merge", "true", "--run.accumulate", "2",
+        "--optimizer.ema", "0.5", "--optimizer.warmup", "0", "--run.steps", "4", "--model.remat", "dots",
+    )  # fmt: skip
+    said = finish(start(folder, out, *options))
+    config = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base) and config["r"] == 2
+    assert f"adapter     {out / 'adapter'}" in said and "in 2 parts" in said and "of them frozen" in said
+    assert re.search("moved       vision tower 0, merger 0, embeddings 0, layers 0.0.*, head 0 ", said)
+    model = from_pretrained(base)
+    load_adapter(model, out / "adapter")
+    merge_adapters(model)
+    start_of, merged, exported = (
+        to_hf_names(m, m) for m in (from_pretrained(base), model, from_pretrained(out / "export"))
+    )
+    for name, tensor in exported.items():
+        np.testing.assert_allclose(tensor, merged[name], rtol=1e-6, atol=1e-7, err_msg=name)
+        moved = not np.array_equal(tensor, start_of[name])
+        assert moved == ("language_model" in name and "_proj" in name), name
+
+
+def test_a_run_that_does_not_stay_finite_stops(folder):
+    out = folder / "infinite"
+    options = ("--optimizer.lr", "1e30", "--optimizer.warmup", "0", "--run.max_nonfinite", "3")
+    said = finish(start(folder, out, *options), code=1)
+    step = int(
+        re.search(r"stopped after step (\d+): the loss or a gradient of the last 3 steps was not finite", said)[1]
+    )
+    records = read_metrics(out / "metrics.jsonl")
+    assert [record["nonfinite"] for record in records][-3:] == [1, 2, 3] and len(records) == step
+    with np.load(out / f"nonfinite-{step}.npz") as batch:
+        assert batch["input_ids"].shape[0] == 2 and {"labels", "position_ids", "pixel_values"} <= set(batch)
+    assert (out / "checkpoints" / str(step)).is_dir() and not (out / "export").exists()
+
+
 @pytest.fixture
 def command(monkeypatch, capsys, folder):
     """Runs the command line in this process, expects exit code 2, and returns the one sentence."""
@@ -169,7 +208,7 @@ def command(monkeypatch, capsys, folder):
     return run
 
 
-def test_bad_options_write_nothing(command, tmp_path):
+def test_bad_options_write_nothing(command, whole, tmp_path):
     out = tmp_path / "out"
     assert "unknown option --mesh.cq" in command("--run.out", out, "--mesh.cq", 2)
     assert "needs 16 devices" in command("--run.out", out, "--mesh.cp", 16)
@@ -177,6 +216,10 @@ def test_bad_options_write_nothing(command, tmp_path):
     assert "'towr' matches no parameter" in command("--run.out", out, "--optimizer.freeze", "[towr]")
     assert "--data.tokens is 90" in command("--run.out", out, "--data.tokens", 90, "--data.images", 10)
     assert "no run to resume" in command("--run.out", out, "--run.resume", "true")
+    assert "give the folder of a PEFT adapter" in command(
+        "--run.out", out, "--model.path", whole[0] / "export", "--lora.rank", 2, "--lora.path", tmp_path
+    )
+    assert "'towr' matches no parameter" in command("--run.out", out, "--optimizer.groups", "[{pattern: towr}]")
     assert "bfloat16" in command("--run.out", out, "--model.dtype", "bfloat16", "--mesh.transport", "allgather")
     (tmp_path / "file").touch()
     assert "Not a directory" in command("--run.out", tmp_path / "file" / "out")

@@ -68,8 +68,8 @@ def small_parts(monkeypatch):
 class Run:
     """A compiled step on a mesh, the batch for it, and what one step gave."""
 
-    def __init__(self, dp=1, fsdp=1, cp=1, tp=1, layout="zigzag", transport="ring", accumulate=1, freeze=()):
-        mesh = make_mesh(dp, fsdp, cp, tp)
+    def __init__(self, dp=1, fsdp=1, cp=1, layout="zigzag", transport="ring", accumulate=1, freeze=()):
+        mesh = make_mesh(dp, fsdp, cp)
         model = Model(MODEL, rngs=nnx.Rngs(0))
         graphdef, params, frozen = split_model(model, freeze, hf_names(model))
         self.before = jax.tree.map(np.array, params | frozen)
@@ -97,7 +97,7 @@ MESHES = [
     {"cp": 4},
     {"cp": 2, "layout": "contiguous", "transport": "allgather"},
     {"dp": 2, "cp": 2, "accumulate": 2},
-    {"fsdp": 2, "cp": 2, "tp": 2},
+    {"fsdp": 2, "cp": 2},
 ]
 
 

@@ -16,8 +16,8 @@ SGD = {"name": "sgd", "momentum": 0.0}
 
 
 def test_r04_microbatches_are_the_batch_even_where_one_has_no_label():
-    """Four microbatches of one row, the third without a label, on two ranks, against one batch on one: 1e-12."""
-    whole = small.Run(dtype="float64", **SGD)
+    """Four microbatches of one row, the third without a label, with cp 2, against one batch with fsdp 2: to 1e-12."""
+    whole = small.Run(dtype="float64", fsdp=2, **SGD)
     parts = small.Run(dtype="float64", cp=2, accumulate=4, **SGD)
     labels = whole.batch["labels"] != IGNORE
     assert [int(n) for n in labels.sum(1)][1:3] == [1, 0] and labels.sum() > 8
