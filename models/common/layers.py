@@ -124,12 +124,12 @@ def apply_rope(x: jax.Array, angles: jax.Array) -> jax.Array:
 def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rngs) -> Module:
     """One module whose parameters hold `count` independently initialised copies along a new first axis."""
     split = nnx.split_rngs(splits=count)
-    layers = split(nnx.vmap(create, axis_size=count))(rngs)
+    layers: Any = split(nnx.vmap(create, axis_size=count))(rngs)
     layers.parts = ()  # (path, axis) of parameters of which this rank holds a part, see `sharding.assemble`
     return layers
 
 
-def scan_layers(layers: nnx.Module, hidden: jax.Array, *args: Any, remat: Remat = "layer") -> jax.Array:
+def scan_layers(layers: Any, hidden: jax.Array, *args: Any, remat: Remat = "layer") -> jax.Array:
     """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args)`.
 
     Compile time and the program's size do not grow with the number of copies; with `remat` "layer" the backward pass

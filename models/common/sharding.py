@@ -1,7 +1,8 @@
 """Where parameters live, and how the parts come together where they are used.
 
-Every large array is split over the mesh axes fsdp and cp. The axis fsdp is the compiler's business; the axis cp is manual in a model's forward pass, so `assemble` gathers there: layer by layer in a stack of layers, whose
-gradients are then added and split over the ranks layer by layer as well, and at once outside of stacks.
+Every large array is split over the mesh axes fsdp and cp. The axis fsdp is the compiler's business; the axis cp is
+manual in a model's forward pass, so `assemble` gathers there: layer by layer in a stack of layers, whose gradients are
+then added and split over the ranks layer by layer as well, and at once outside of stacks.
 """
 
 from __future__ import annotations
