@@ -25,7 +25,7 @@ def compiled(cp, length, transport, *, documents=False, heads=2, width=8):
     x = jax.ShapeDtypeStruct((1, length, heads, width), jnp.float32, sharding=sharding)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
     streams = {"document_ids": ids} if documents else {}
-    return program(layout, length, length, transport).lower((x, x, x, None), x, streams, None).compile()
+    return program(transport).lower((x, x, x, None), x, streams, None, make_sharder(length, layout)).compile()
 
 
 def collectives(text: str | None):
