@@ -37,8 +37,8 @@ def attend_blocks(
         k: [B, L, K, D], K a divisor of H; v: [B, L, K, Dv].
         blocks: int [B, L, K, count], numbers of blocks of `block` positions, each at most once a query; -1: none.
         causal: only keys up to the query.
-        document_ids: int [B, L], 1-based, 0 = pad: only keys of the query's own document. Without them the keys are the
-            first S tokens.
+        document_ids: int [B, L], 1-based, 0 = pad: only keys of the query's own document. Without them the keys are all
+            before `sharder.end`.
         scale: factor on the scores, D ** -0.5 by default.
 
     Returns:
@@ -62,7 +62,7 @@ def attend_blocks(
     def one_tile(tile: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         q, blocks, here, own = tile  # [B K, t, G, D], [B K, t, count], [t], [B K, t]
         places = blocks[..., None] * block + jnp.arange(block, dtype=jnp.int32)
-        allowed = (blocks >= 0)[..., None] & (places < sharder.length)
+        allowed = (blocks >= 0)[..., None] & (places < sharder.end)
         if causal:
             allowed &= places <= here[:, None, None]
         places = jnp.where(allowed, places, -1).reshape(*blocks.shape[:2], -1)

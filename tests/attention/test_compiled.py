@@ -223,3 +223,28 @@ def test_a_tile_that_is_not_visited_holds_no_allowed_pair(seed, spread, left, ri
             pairs = np.broadcast_to(pairs, (2, 3, 3))
             assert not pairs[:, :, np.asarray(empty[j])].any()
             assert some[i, j] or not pairs.any()
+
+
+@pytest.mark.parametrize("transport", ["ring", "allgather"])
+def test_r27_every_attention_layer_has_its_collectives(transport):
+    """Three layers that differ in their masks: what one of each sends is all there, none is left to its own tokens."""
+    sharder = make_sharder(64, layout_from_name("zigzag", 4))
+    x = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
+    masks = [Mask(), Mask(window=(30, None)), Mask(causal=False)]
+
+    def found(masks):
+        def body(x):
+            for mask in masks:
+                x = attention(x, x, x, sharder=sharder, mask=mask, transport=transport)
+            return x
+
+        spec = P(None, "cp")
+        run = jax.shard_map(body, mesh=mesh_of(4), in_specs=spec, out_specs=spec, axis_names={"cp"})
+        return collectives(jax.jit(run).lower(x).compile().as_text())
+
+    wanted: dict[str, int] = {}
+    for mask in masks:
+        for kind, count in found([mask]).items():
+            wanted[kind] = wanted.get(kind, 0) + count
+    assert found(masks) == wanted
+    assert sum(wanted.values()) >= len(masks)

@@ -31,9 +31,8 @@ CASES = [
     ((8, "zigzag", "ring_ulysses:2"), (4, 2), "documents padding sinks", {"window": (4, None)}),
     ((8, "striped", "ring_ulysses:4"), (12, 3), "documents vision slices sinks", {"causal": False, "softcap": 2.0}),
     ((4, "packed", "ring"), (4, 2), "ordered vision prefix sinks", {"window": (6, None), "softcap": 2.0}),
-    ((8, "packed", "ring_ulysses:2"), (4, 2), "ordered vision shared", {"causal": False}),
+    ((4, "packed", "ring_ulysses:2"), (4, 2), "ordered vision shared", {"causal": False}),
     ((4, "dispatched", "ring"), (4, 2), "documents padding vision prefix slices sinks", {"window": (20, None)}),
-    ((4, "dispatched", "ulysses"), (4, 1), "documents slices shared", {"causal": False}),
 ]  # fmt: skip
 
 

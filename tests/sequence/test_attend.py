@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpjax.sequence import attend, attend_blocks, select, top_k_blocks
-from cpjax.shard import Contiguous, Identity, Zigzag, make_sharder
+from cpjax.shard import Contiguous, Zigzag, make_sharder
 from tests.sequence.common import allowed_pairs, dense_blocks, documents, in_order, on_ranks
 
 LENGTH, BLOCK, COUNT = 45, 4, 3  # blocks straddle ranks and runs, and the last one is not full
@@ -33,7 +33,7 @@ def dense(q, k, v, g, seen):
 
 @pytest.mark.parametrize(
     ("layout", "packed"),
-    [(Identity(), True), (Contiguous(2), True), (Zigzag(2), False), (Contiguous(4), False), (Zigzag(4), True)],
+    [(Contiguous(2), True), (Zigzag(2), False), (Contiguous(4), False), (Zigzag(4), True)],
     ids=str,
 )
 def test_f18_attention_over_the_best_blocks(layout, packed, monkeypatch):
