@@ -29,8 +29,8 @@ def attend_blocks(
     The sparse layers of MiniMax-M3, with `blocks` from `top_k_blocks`. Query head h reads key head h // (H / K), and
     the blocks chosen for it. A query without an allowed key gives 0. Differentiable in q, k and v.
 
-    Queries go in tiles of 128, for each of which keys and values pass around the ring once (once more in the backward
-    pass, which takes them again): memory is that of 128 count block rows for each key head, whatever the length.
+    Queries go in tiles of 128, for each of which keys and values pass around the ring once, and in the backward pass
+    once more, with their gradients behind them. So memory is that of 128 count block rows for each key head.
 
     Args:
         q: [B, L, H, D], this rank's tokens.
