@@ -204,7 +204,7 @@ def test_f7_linear_attention_of_packed_documents():
 
 
 def mtp(params, tokens, labels, ops):
-    """Hidden states and targets of the next token and of two more, [B, L, 3, ..], and the loss."""
+    """Hidden states and targets of the next token and of those after it, [B, L, depths + 1, ..], and the loss."""
     x = params["embed"][tokens]
     x = attention_layer(params["attention"], x, ops)
     hidden, targets = [x], [labels]
@@ -217,7 +217,7 @@ def mtp(params, tokens, labels, ops):
     return jnp.stack(hidden, 2), jnp.stack(targets, 2), losses[0] + 0.3 * sum(losses[1:])
 
 
-def assert_mtp_equals_one_device(sharder, ids, rows):
+def assert_mtp_equals_one_device(sharder, ids, rows, depths, transport):
     rng, vocabulary = np.random.default_rng(0), 11
     tokens = rng.integers(1, vocabulary, (rows, sharder.length)).astype(np.int32)
     labels = np.asarray(on_one(ids).shift(tokens, 1, IGNORE))
@@ -227,14 +227,14 @@ def assert_mtp_equals_one_device(sharder, ids, rows):
         "attention": parameters(rng, attention_layer),
         "mtp": [
             {"join": jnp.asarray(rng.normal(size=(2 * WIDTH, WIDTH))) / 3, "layer": parameters(rng, attention_layer)}
-            for _ in range(2)
+            for _ in range(depths)
         ],
     }
 
     def split(params):
         def body(params):
             local = (sharder.shard(x, fill=fill) for x, fill in ((tokens, 0), (labels, IGNORE)))
-            return mtp(params, *local, on_ranks(sharder, ids, "ring"))
+            return mtp(params, *local, on_ranks(sharder, ids, transport))
 
         spec = P(None, "cp")
         run = jax.shard_map(
@@ -262,12 +262,12 @@ def assert_mtp_equals_one_device(sharder, ids, rows):
 
 def test_f4_multi_token_prediction_of_packed_documents():
     with jax.enable_x64(True):
-        assert_mtp_equals_one_device(sharder_of("packed", 2, 32, PACKED), PACKED, rows=1)
+        assert_mtp_equals_one_device(sharder_of("packed", 2, 32, PACKED), PACKED, rows=1, depths=2, transport="ring")
 
 
 def test_f5_multi_token_prediction_of_rows():
     with jax.enable_x64(True):
-        assert_mtp_equals_one_device(sharder_of("zigzag", 2, 22, None), None, rows=2)
+        assert_mtp_equals_one_device(sharder_of("zigzag", 2, 22, None), None, rows=2, depths=1, transport="allgather")
 
 
 @pytest.mark.parametrize(("layout", "cp"), [("zigzag", 2), ("packed", 4)])
