@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from cpjax.attention import Mask, attention, pallas
-from cpjax.shard import identity
+from cpjax.shard import Identity, make_sharder
 from tests.attention.common import assert_equal, documents_of, problem, solve, solve_numpy
 
 LENGTH = 90  # tiles of 64, 32 or 16 tokens, the last ones not full
@@ -91,7 +91,7 @@ def operands(dtype, width, v_width, heads=2, length=64):
 def test_what_the_kernels_do_not_take_is_refused_or_left_to_xla(dtype, width, v_width):
     def run(kernel):
         def f(*qkv):
-            return attention(*qkv, sharder=identity(64), mask=Mask(), kernel=kernel)
+            return attention(*qkv, sharder=make_sharder(64, Identity()), mask=Mask(), kernel=kernel)
 
         return jax.eval_shape(f, *operands(dtype, width, v_width))
 
@@ -108,7 +108,7 @@ def test_a_gpu_gets_the_kernels():
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
     def loss(*qkv):
-        return attention(*qkv, sharder=identity(64), mask=Mask()).astype(jnp.float32).sum()
+        return attention(*qkv, sharder=make_sharder(64, Identity()), mask=Mask()).astype(jnp.float32).sum()
 
     gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), axis_types=(), abstract_device=gpu)):
