@@ -1,0 +1,60 @@
+"""Time, memory and balance of cpjax beside its peers, in one run on one mesh.
+
+    python -m benchmarks                              # everything: about ten minutes on two cores
+    python -m benchmarks attention layouts            # some parts of: attention, recurrence, layouts
+    python -m benchmarks --quick                      # tiny sizes: whether it runs and all agree
+    python -m benchmarks --out docs                   # also docs/benchmarks.json and docs/benchmarks.png
+
+Runs on as many GPUs as `--cp` if there are, else on virtual CPU devices. Contenders take turns, and only ratios mean
+something. Before any of them is timed, its output and gradients are compared with those of a plain reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+
+PARTS = ("attention", "recurrence", "layouts")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens (default: 4096 16384; quick: 256)")
+    parser.add_argument("--cp", type=int, default=4, choices=(2, 4, 8), help="devices (default: 4)")
+    parser.add_argument("--seconds", type=float, help="of the timed rounds of a problem, of which there are at least "
+                        "two (default: 10; quick: 0)")  # fmt: skip
+    parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="write (or replace) the results there")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
+    lengths = tuple(args.lengths or ([256] if args.quick else [4096, 16384]))
+    if any(n < 1 or n % 256 for n in lengths):
+        parser.error(f"--lengths {' '.join(map(str, lengths))}: each must be a multiple of 256")
+
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.cp}"
+        " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
+    )
+    import jax  # after the flags
+
+    from benchmarks import attention, layouts, output, recurrence
+    from benchmarks.common import Settings, devices
+
+    seconds = args.seconds if args.seconds is not None else 0.0 if args.quick else 10.0
+    settings = Settings(args.cp, lengths, seconds, args.quick)
+    runs = {"attention": attention.run, "recurrence": recurrence.run, "layouts": layouts.run}
+    rows = [row for part in PARTS if part in (args.parts or PARTS) for row in runs[part](settings)]
+    print(f"forward + backward, cp={args.cp}, {devices(args.cp)[0].platform}, jax {jax.__version__}, best of rounds\n")
+    print(output.table(rows))
+    if args.out:
+        output.write(args.out, rows, settings)
+
+
+if __name__ == "__main__":
+    main()
