@@ -41,6 +41,8 @@ def main() -> None:
         " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
         " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
     )
+    if args.quick:  # most of its time is compilation
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     import jax  # after the flags
 
     from benchmarks import attention, layouts, output, recurrence

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -84,6 +85,24 @@ def make_mesh(cp: int) -> jax.sharding.Mesh:
     return jax.make_mesh((cp,), ("cp",), devices=devices(cp), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+def with_gradients(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Of tokens and the output's cotangent: the output, and the gradient of each operand."""
+
+    def both(tokens: Any, cotangent: Any) -> Any:
+        output, pull = jax.vjp(function, *tokens)
+        return output, pull(cotangent)
+
+    return both
+
+
+def reference(function: Callable[..., Any], tokens: Any, cotangent: Any) -> list[Any]:
+    """What is `wanted` of a problem, in float32."""
+    tokens, cotangent = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (tokens, cotangent))
+    with jax.default_matmul_precision("highest"):
+        output, gradients = jax.jit(with_gradients(function))(tokens, cotangent)
+    return [output, *gradients]
+
+
 def on_mesh(
     name: str,
     problem: Problem,
@@ -111,11 +130,7 @@ def on_mesh(
         NamedSharding(mesh, spec),
     )
 
-    def output_and_gradients(tokens: Any, cotangent: Any) -> Any:
-        output, pull = jax.vjp(function, *tokens)
-        return output, pull(cotangent)
-
-    jitted = jax.jit(output_and_gradients, compiler_options=compiler_options(mesh))
+    jitted = jax.jit(with_gradients(function), compiler_options=compiler_options(mesh))
     compiled = jitted.lower(tokens, cotangent).compile()
     output, gradients = jax.tree.map(lambda x: np.asarray(x)[:, back], compiled(tokens, probe))
     memory = compiled.memory_analysis()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from cpjax.shard import (
 
 FULL, CAUSAL, INVERSE, BOTH = SliceKind
 
-RANKS = 8
+LENGTH, RANKS = 65536, 8
 """Of the rows that need no devices."""
 
 
@@ -62,9 +63,8 @@ MIXED_MASKS = (documents, prefix_and_windows, image_groups)
 
 
 def run(settings: Settings) -> list[Row]:
-    length = 8192 if settings.quick else 65536
     progress("layouts", "balance")
-    rows = _causal(length) + [row for mask in MIXED_MASKS for row in _dispatched(mask, length)]
+    rows = _causal(LENGTH) + [row for mask in MIXED_MASKS for row in _dispatched(mask, LENGTH)]
     progress("layouts", "conversion")
     return rows + _conversions(settings.lengths[-1], settings.cp)
 
@@ -79,7 +79,7 @@ def _causal(length: int) -> list[Row]:
     return [{"part": "layouts", "problem": f"causal, S={length}, {RANKS} ranks"} | row for row in rows]
 
 
-def _dispatched(mask, length: int) -> list[Row]:
+def _dispatched(mask: Callable[[int], list[list[int]]], length: int) -> list[Row]:
     slices = mask(length)
     times = []
     for _ in range(3):
