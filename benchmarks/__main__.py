@@ -26,8 +26,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens (default: 4096 16384; quick: 256)")
     parser.add_argument("--cp", type=int, default=4, choices=(2, 4, 8), help="devices (default: 4)")
-    parser.add_argument("--seconds", type=float, help="of the timed rounds of a problem, of which there are at least "
-                        "two (default: 10; quick: 0)")  # fmt: skip
+    parser.add_argument("--seconds", type=float, help="that the rounds of a problem may take; there are one to eight "
+                        "(default: 10; quick: 0)")  # fmt: skip
     parser.add_argument("--out", type=pathlib.Path, metavar="FOLDER", help="write (or replace) the results there")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -51,9 +51,14 @@ def main() -> None:
     seconds = args.seconds if args.seconds is not None else 0.0 if args.quick else 10.0
     settings = Settings(args.cp, lengths, seconds, args.quick)
     runs = {"attention": attention.run, "recurrence": recurrence.run, "layouts": layouts.run}
-    rows = [row for part in PARTS if part in (args.parts or PARTS) for row in runs[part](settings)]
-    print(f"forward + backward, cp={args.cp}, {devices(args.cp)[0].platform}, jax {jax.__version__}, best of rounds\n")
-    print(output.table(rows))
+    print(f"forward + backward, cp={args.cp}, {devices(args.cp)[0].platform}, jax {jax.__version__}, best of rounds")
+    rows = []
+    for part in PARTS:
+        if part in (args.parts or PARTS):
+            print(output.header(part))
+            for problem in runs[part](settings):
+                print(output.section(problem), flush=True)
+                rows += problem
     if args.out:
         output.write(args.out, rows, settings)
 

@@ -2,7 +2,8 @@
 
 - `jax.nn.dot_product_attention`, left to XLA's partitioner, where its S x S scores fit;
 - the function of the `ringattention` package (`pip install --no-deps ringattention einops`; it needs flax too), with
-  the best of several chunk sizes. The package does not import on current JAX, so the one module is loaded alone;
+  the chunk size that is best for causal attention. The package does not import on current JAX, so the one module is
+  loaded alone;
 - torch's scaled_dot_product_attention on the CPU, the whole sequence in one process.
 """
 
@@ -12,13 +13,14 @@ import dataclasses
 import functools
 import importlib.util
 import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import Contender, Problem, Row, Settings, measure, on_mesh, progress, reference
+from benchmarks.common import Contender, Problem, Row, Settings, measure, on_mesh, reference, timed
 from cpjax.attention import Mask, attention
 from cpjax.shard import Packed, Sharder, layout_from_name, make_sharder, pack
 
@@ -69,29 +71,26 @@ def cases(quick: bool) -> list[Case]:
 WAYS = [("ring", "zigzag"), ("ring", "contiguous"), ("allgather", "zigzag"), ("ulysses", "zigzag")]
 
 
-def run(settings: Settings) -> list[Row]:
-    rows = []
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """The rows of one problem after the other."""
     for length in settings.lengths:
-        causal = None  # the first line of the first case
+        causal = 0.0  # both are of the first case
+        chunks: Sequence[int] = CHUNKS
         for case in cases(settings.quick):
-            progress("attention", f"{case.name}, S={length}")
             problem = make_problem(case, length)
             ways = [("ring", "packed"), *WAYS] if case.documents > 1 else WAYS
-            if settings.quick and causal:  # every mask once and every way once
+            unmasked = case.window is None and case.documents == 1
+            if causal and (settings.quick or (unmasked and length > DENSE)):  # they would take long, and tell no more
                 ways = ways[:1]
             contenders = [_cpjax(case, problem, settings.cp, *way) for way in ways]
-            contenders += [
-                _ringattention(case, problem, settings.cp),
-                _jax_nn(case, problem, settings.cp),
-                _torch(case, problem),
-            ]
-            new = measure("attention", case.name, length, contenders, settings.seconds)
-            causal = causal or new[0]["seconds"]
-            for row in new:
+            peer, chunks = _ringattention(case, problem, settings.cp, chunks)
+            contenders += [peer, _jax_nn(case, problem, settings.cp), _torch(case, problem)]
+            rows = measure("attention", case.name, length, contenders, settings.seconds)
+            causal = causal or rows[0]["seconds"]
+            for row in rows:
                 if "seconds" in row:
                     row["of_causal"] = row["seconds"] / causal
-            rows += new
-    return rows
+            yield rows
 
 
 def make_problem(case: Case, length: int) -> Problem:
@@ -163,18 +162,18 @@ def _ringattention_module() -> Any:
     return module
 
 
-def _ringattention(case: Case, problem: Problem, cp: int) -> Contender:
-    """The setting of the package's function that is fastest in one run each."""
+def _ringattention(case: Case, problem: Problem, cp: int, chunks: Sequence[int]) -> tuple[Contender, Sequence[int]]:
+    """With the best of these chunk sizes, in one run each; and that size, if it can run."""
     name, module, length = "ringattention", _ringattention_module(), problem.cotangent.shape[1]
     if module is None:
-        return Contender(name, note="not installed: pip install --no-deps ringattention einops")
+        return Contender(name, note="not installed: pip install --no-deps ringattention einops"), chunks
     if case.window is not None:
-        return Contender(name, note="has no windows")
+        return Contender(name, note="has no windows"), chunks
     local = length // cp
     ids = jnp.asarray(case.ids(length))[None] if case.documents > 1 else None
     repeats = HEADS // case.kv_heads
-    candidates = []
-    for chunk in [n for n in CHUNKS if local % n == 0] or [local]:
+    candidates = {}
+    for chunk in [n for n in chunks if local % n == 0] or [local]:
         settings = {
             "causal_block_size": 1, "query_chunk_size": chunk, "key_chunk_size": chunk, "deterministic": True,
             "dropout_rng": None, "attn_pdrop": 0.0, "dtype": jnp.float32, "precision": None,
@@ -185,12 +184,10 @@ def _ringattention(case: Case, problem: Problem, cp: int) -> Contender:
             k, v = (jnp.repeat(x, repeats, 2) for x in (k, v))
             return module.ring_attention(q, k, v, None, ids, None, "cp", True, settings)
 
-        note = f"best of its chunks: {chunk}" + (", keys repeated" if repeats > 1 else "")
-        candidates.append(on_mesh(name, problem, function, cp, check_vma=False, note=note))
-        candidates[-1].time()
-    best = min(candidates, key=lambda c: c.rounds[0])
-    best.rounds.clear()
-    return best
+        note = f"chunks of {chunk}" + (", keys repeated" if repeats > 1 else "")
+        candidates[chunk] = on_mesh(name, problem, function, cp, check_vma=False, note=note)
+    best = min(candidates, key=lambda chunk: candidates[chunk].rounds[0])
+    return candidates[best], [best]
 
 
 def _torch(case: Case, problem: Problem) -> Contender:
@@ -218,7 +215,8 @@ def _torch(case: Case, problem: Problem) -> Contender:
         return output, torch.autograd.grad(output, (q, k, v), cotangent)
 
     cotangent = heads_first(problem.cotangent)
-    output, gradients = both(heads_first(problem.probe))
+    probe = heads_first(problem.probe)
+    (output, gradients), first = timed(lambda: both(probe))
     error = problem.error(tokens_first(output), [tokens_first(x) for x in gradients])
     note = f"{torch.get_num_threads()} threads" + (", a row for each document" if case.documents > 1 else "")
-    return Contender(name, lambda: both(cotangent), error, note=note)
+    return Contender(name, lambda: both(cotangent), error, note=note, rounds=[first])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,11 +68,12 @@ class Contender:
     note: str = ""
     rounds: list[float] = dataclasses.field(default_factory=list)  # seconds
 
-    def time(self) -> None:
-        if self.run is not None:
-            start = time.perf_counter()
-            self.run()
-            self.rounds.append(time.perf_counter() - start)
+
+def timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    """The result, and the seconds it took."""
+    start = time.perf_counter()
+    result = run()
+    return result, time.perf_counter() - start
 
 
 def devices(cp: int) -> list[jax.Device]:
@@ -132,7 +132,8 @@ def on_mesh(
 
     jitted = jax.jit(with_gradients(function), compiler_options=compiler_options(mesh))
     compiled = jitted.lower(tokens, cotangent).compile()
-    output, gradients = jax.tree.map(lambda x: np.asarray(x)[:, back], compiled(tokens, probe))
+    result, first = timed(lambda: jax.block_until_ready(compiled(tokens, probe)))
+    output, gradients = jax.tree.map(lambda x: np.asarray(x)[:, back], result)
     memory = compiled.memory_analysis()
     return Contender(
         name,
@@ -140,22 +141,23 @@ def on_mesh(
         problem.error(output, gradients),
         None if memory is None else memory.temp_size_in_bytes,
         note,
+        [first],
     )
 
 
-def progress(part: str, problem: str) -> None:
-    print(f"{part}: {problem}", file=sys.stderr, flush=True)
-
-
 def measure(part: str, case: str, length: int, contenders: Sequence[Contender], seconds: float) -> list[Row]:
-    """Times all contenders in turn, two to nine rounds, and tells their best, relative to that of the first one.
+    """Times all contenders in turn and tells the best of each, relative to that of the first one.
 
-    Not the median: what a busy machine adds to the time of a program is never negative.
+    Not the median: what a busy machine adds to the time of a program is never negative. The checked run counts; one to
+    eight rounds follow it.
     """
     start = time.perf_counter()
-    while len(contenders[0].rounds) < 2 or (len(contenders[0].rounds) < 9 and time.perf_counter() - start < seconds):
+    for _ in range(8):
         for contender in contenders:
-            contender.time()
+            if contender.run is not None:
+                contender.rounds.append(timed(contender.run)[1])
+        if time.perf_counter() - start > seconds:
+            break
     first = min(contenders[0].rounds)
     rows = []
     for c in contenders:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.common import Row, Settings, make_mesh, progress
+from benchmarks.common import Row, Settings, make_mesh, timed
 from cpjax.plan import find_collectives
 from cpjax.shard import (
     Dispatched,
@@ -62,11 +61,12 @@ def image_groups(length: int, every: int = 1500, size: int = 700) -> list[list[i
 MIXED_MASKS = (documents, prefix_and_windows, image_groups)
 
 
-def run(settings: Settings) -> list[Row]:
-    progress("layouts", "balance")
-    rows = _causal(LENGTH) + [row for mask in MIXED_MASKS for row in _dispatched(mask, LENGTH)]
-    progress("layouts", "conversion")
-    return rows + _conversions(settings.lengths[-1], settings.cp)
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """The rows of one problem after the other."""
+    yield _causal(LENGTH)
+    for mask in MIXED_MASKS:
+        yield _dispatched(mask, LENGTH)
+    yield _conversions(settings.lengths[-1], settings.cp)
 
 
 def _causal(length: int) -> list[Row]:
@@ -81,15 +81,12 @@ def _causal(length: int) -> list[Row]:
 
 def _dispatched(mask: Callable[[int], list[list[int]]], length: int) -> list[Row]:
     slices = mask(length)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        _, balance = dispatch(slices, length, Dispatched(RANKS, chunk_size=512))
-        times.append(time.perf_counter() - start)
+    runs = [timed(lambda: dispatch(slices, length, Dispatched(RANKS, chunk_size=512))) for _ in range(3)]
+    seconds, balance = min(seconds for _, seconds in runs), runs[0][0][1]
     _, cut = dispatch(slices, length, Dispatched(RANKS, chunk_size=length // RANKS))  # one chunk a rank
     row = {"part": "layouts", "problem": f"{mask.__name__.replace('_', ' ')}, S={length}, {RANKS} ranks"}
     return [
-        row | {"name": "dispatched, chunks of 512", "seconds": min(times), "imbalance": balance.imbalance,
+        row | {"name": "dispatched, chunks of 512", "seconds": seconds, "imbalance": balance.imbalance,
                "bound": balance.bound, "note": f"on the host, {len(slices)} slices"},
         row | {"name": "contiguous", "imbalance": cut.imbalance, "note": ""},
     ]  # fmt: skip

@@ -24,23 +24,26 @@ COLUMNS = {
     "sent_bytes": ("sent MiB/device", lambda x: f"{x / 2**20:.2f}"),
     "sent_of_held": ("of held", "{:.2f}".format),
 }
+_TIMED = ("seconds", "ratio", "temp_bytes", "max_error")
+_SHOWN = {
+    "attention": (*_TIMED, "of_causal"),
+    "recurrence": _TIMED,
+    "layouts": ("seconds", "imbalance", "bound", "sent_bytes", "sent_of_held"),
+}
 
 
-def table(rows: list[Row]) -> str:
-    """Each part under the columns it has, each problem under its name."""
-    lines = []
-    for part in dict.fromkeys(row["part"] for row in rows):
-        mine = [row for row in rows if row["part"] == part]
-        columns = {key: spec for key, spec in COLUMNS.items() if any(row.get(key) is not None for row in mine)}
-        lines += ["", f"{part:32}" + "".join(f"{title:>17}" for title, _ in columns.values())]
-        problem = None
-        for row in mine:
-            if row["problem"] != problem:
-                problem = row["problem"]
-                lines.append(problem)
-            cells = ["" if row.get(key) is None else show(row[key]) for key, (_, show) in columns.items()]
-            lines.append((f"  {row['name']:30}" + "".join(f"{c:>17}" for c in cells) + f"   {row['note']}").rstrip())
-    return "\n".join(lines[1:])
+def header(part: str) -> str:
+    """The titles over the rows of a part."""
+    return f"\n{part:32}" + "".join(f"{COLUMNS[key][0]:>16}" for key in _SHOWN[part])
+
+
+def section(rows: list[Row]) -> str:
+    """The rows of one problem, under its name."""
+    lines = [rows[0]["problem"]]
+    for row in rows:
+        cells = [f"{COLUMNS[k][1](row[k]) if row.get(k) is not None else '':>16}" for k in _SHOWN[row["part"]]]
+        lines.append((f"  {row['name']:30}" + "".join(cells) + f"   {row['note']}").rstrip())
+    return "\n".join(lines)
 
 
 def record(rows: list[Row], settings: Settings) -> dict[str, Any]:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import Contender, Problem, Row, Settings, measure, on_mesh, progress, reference
+from benchmarks.common import Contender, Problem, Row, Settings, measure, on_mesh, reference
 from cpjax.recurrence import gated_delta_rule, ssd
 from cpjax.shard import layout_from_name, make_sharder
 
 HEADS, WIDTH = 8, 64
 
 
-def run(settings: Settings) -> list[Row]:
-    rows = []
+def run(settings: Settings) -> Iterator[list[Row]]:
+    """The rows of one problem after the other."""
     for length in settings.lengths:
         for name, (function, problem) in {"gated delta rule": _delta(length), "Mamba2": _ssd(length)}.items():
-            progress("recurrence", f"{name}, S={length}")
             ways = [("identity", 1), ("zigzag", settings.cp)]
             if not settings.quick:
                 ways.append(("contiguous", settings.cp))
             contenders = [_contender(function, problem, *way) for way in ways]
-            rows += measure("recurrence", name, length, contenders, settings.seconds)
-    return rows
+            yield measure("recurrence", name, length, contenders, settings.seconds)
 
 
 def _contender(function: Callable[..., Any], problem: Problem, layout: str, cp: int) -> Contender:
