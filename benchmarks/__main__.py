@@ -32,6 +32,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
+    if args.out and set(args.parts) == {"layouts"}:
+        parser.error("--out draws times, of which layouts alone has none: name attention or recurrence too")
     lengths = tuple(args.lengths or ([256] if args.quick else [4096, 16384]))
     if any(n < 1 or n % 256 for n in lengths):
         parser.error(f"--lengths {' '.join(map(str, lengths))}: each must be a multiple of 256")

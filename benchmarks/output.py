@@ -77,8 +77,6 @@ def picture(path: pathlib.Path, rows: list[Row], settings: Settings) -> None:
     from matplotlib import pyplot as plt
 
     timed = [row for row in rows if "length" in row]
-    if not timed:
-        raise ValueError("there is nothing to draw: run attention or recurrence too")
     places: dict[tuple[str, str], float] = {}  # of each bar, the same in every column
     titles: dict[str, float] = {}
     for row in timed:
