@@ -6,7 +6,7 @@
     python -m benchmarks --out docs                   # also docs/benchmarks.json and docs/benchmarks.png
 
 Runs on as many GPUs as `--cp` if there are, else on virtual CPU devices. Contenders take turns, and only ratios mean
-something. Before any of them is timed, its output and gradients are compared with those of a plain reference.
+something. Output and gradients of each are compared with those of a plain reference.
 """
 
 from __future__ import annotations
