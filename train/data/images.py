@@ -22,7 +22,7 @@ def image_size(part: ImagePart, source: str) -> tuple[int, int]:
     """
 
     def size(image: Image.Image) -> tuple[int, int]:
-        sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
+        sideways = _may_turn(image) and image.getexif().get(_ORIENTATION) in _SIDEWAYS
         return (image.width, image.height) if sideways else (image.height, image.width)
 
     return _read(part, source, size)
@@ -36,12 +36,18 @@ def load_image(part: ImagePart, source: str) -> Image.Image:
     """
 
     def load(image: Image.Image) -> Image.Image:
+        may_turn = _may_turn(image)
         image.load()
-        turned = ImageOps.exif_transpose(image)
+        turned = ImageOps.exif_transpose(image) if may_turn else image.copy()
         turned.info = {"transparency": t} if (t := image.info.get("transparency")) is not None else {}
         return turned
 
     return _read(part, source, load)
+
+
+def _may_turn(image: Image.Image) -> bool:
+    """Whether an orientation is to be looked for; a PNG may have one at its end, but finding it takes decoding it."""
+    return image.format != "PNG" or "exif" in image.info
 
 
 def _read(part: ImagePart, source: str, use: Callable[[Image.Image], _T]) -> _T:

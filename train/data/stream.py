@@ -12,6 +12,9 @@ import numpy as np
 from cpjax.train.data.dataset import Dataset
 from cpjax.train.data.packing import choose_bucket
 
+_EPOCHS = 1_000_000
+"""As good as endless; the length of grain's endless datasets overflows when they are batched."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -66,7 +69,7 @@ class Stream:
         self._identity = f"{dataset.fingerprint()}-{seed}-{batch_size}-{once}"
         packs = grain.MapDataset.range(len(dataset.packs))
         if not once:
-            packs = packs.seed(seed).shuffle().repeat()
+            packs = packs.seed(seed).shuffle().repeat(_EPOCHS)
         share = batch_size // hosts
         mine = slice(host * share, (host + 1) * share)
 
