@@ -1,5 +1,6 @@
 """Pictures become the patches that the family's own processors make of them."""
 
+import dataclasses
 import json
 import shutil
 
@@ -94,6 +95,21 @@ def test_text_of_media():
     assert PROCESSOR.text(plan, token.get) == (
         "<S><V><E>", "<0.2 seconds><S><V><E><1.2 seconds><S><V><E><2.0 seconds><S><V><E>"
     )  # fmt: skip
+
+
+def test_files_of_newer_and_older_folders(tmp_path):
+    images, videos = (json.loads((FOLDER / name).read_text()) for name in ("preprocessor_config.json",) * 2)
+    videos |= {"fps": 3, "max_frames": 5}
+    shutil.copy(FOLDER / "config.json", tmp_path)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": images, "video_processor": videos}))
+    newer = Processor.from_folder(tmp_path)
+    assert newer.image == PROCESSOR.image and newer.video == newer.image
+    assert (newer.sampling.fps, newer.sampling.min_frames, newer.sampling.max_frames) == (3, 4, 5)
+    (tmp_path / "processor_config.json").unlink()
+    older = {name: value for name, value in images.items() if name != "size"} | {"min_pixels": 64, "max_pixels": 640}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(older))
+    assert Processor.from_folder(tmp_path).image == dataclasses.replace(PROCESSOR.image, min_pixels=64, max_pixels=640)
+    assert Processor.from_folder(tmp_path).sampling == PROCESSOR.sampling
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +25,15 @@ class Skipped:
         self.counts: collections.Counter[str] = collections.Counter()
         self.first: dict[str, str] = {}
         self._seen: set[int] = set()
+        self._lock = threading.Lock()  # the threads of a stream share it
 
     def add(self, index: int, error: RecordError) -> None:
         """Counts a record, once however often it comes up."""
-        if index not in self._seen:
-            self._seen.add(index)
-            self.counts[error.reason] += 1
-            self.first.setdefault(error.reason, str(error))
+        with self._lock:
+            if index not in self._seen:
+                self._seen.add(index)
+                self.counts[error.reason] += 1
+                self.first.setdefault(error.reason, str(error))
 
     def __str__(self) -> str:
         """Reasons and counts, most frequent first; empty if there are none."""

@@ -126,7 +126,8 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message]) -> str:
         turns = [{"role": message.role, "content": self._content(message)} for message in messages]
-        return self._template.render(messages=turns, tools=None, add_generation_prompt=False, **self._variables)
+        given = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": False}
+        return self._template.render(**self._variables, **given)
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         if self._takes_text and all(isinstance(part, TextPart) for part in message.parts):
