@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import hashlib
 import threading
@@ -16,6 +17,9 @@ from cpjax.train.data.files import Records
 from cpjax.train.data.options import RecordsConfig
 from cpjax.train.data.packing import bucket_shapes, pack_records
 from cpjax.train.data.records import RecordError
+
+_AHEAD = 1024
+"""Records that are queued for the threads at a time."""
 
 
 class Skipped:
@@ -78,13 +82,22 @@ class Dataset:
         """
         records, skipped = Records(options.files), Skipped()
         sizes = np.zeros((len(records), 2), int)
-        for index in range(len(records)):
+
+        def look(index: int) -> RecordError | None:
             try:
                 sizes[index] = measure(records, index, encoder, options, multiple)
             except RecordError as error:
                 if options.broken == "stop":
                     raise
-                skipped.add(index, error)
+                return error
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+            for start in range(0, len(records), _AHEAD):
+                ahead = range(start, min(start + _AHEAD, len(records)))
+                for index, error in zip(ahead, pool.map(look, ahead), strict=True):  # in the order of the records
+                    if error:
+                        skipped.add(index, error)
         kept = np.flatnonzero(sizes[:, 0])
         if not kept.size:
             raise ValueError(f"all {len(records)} records are broken ({skipped}): {next(iter(skipped.first.values()))}")
