@@ -113,6 +113,7 @@ def test_text_that_is_no_unicode_is_named(encoders):
         encoders["qwen"].size(record_of(chat("\ud83d", "a cat")))
 
 
+EITHER = "{% for m in messages %}{{ m.content if m.role == 'user' and m.content is string else m.content[0].text }}"
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}"
 
 
@@ -140,11 +141,13 @@ def test_templates_that_do_not_show_what_to_learn_are_refused(template, message)
     [
         (TURN + " <|eot|>\n{% endfor %}", " <|eot|>"),
         (TURN.replace("m.content", "m.content[0].text") + "<|eot|>{% endfor %}", "<|eot|>"),  # takes parts only
+        (TURN.replace("m.content", "m.content[0]['text'] + ''") + "<|eot|>{% endfor %}", "<|eot|>"),
+        (EITHER + "</s>{% endfor %}", "</s>"),
         (TURN + "{% if m.role == 'assistant' %}<|im_end|>{% endif %}<|eot|>{% endfor %}", "<|im_end|>"),
     ],
 )
 def test_stop_is_derived(template, stop):
-    assert ChatTemplate(template, {}, SPECIAL).stop == stop
+    assert ChatTemplate(template, {}, [*SPECIAL, "</s>"]).stop == stop
 
 
 def test_an_answer_that_a_template_changes_is_refused():

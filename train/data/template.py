@@ -48,11 +48,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template is not valid Jinja ({error}): copy or download it again") from None
-        self._takes_text = True
-        try:
-            self._takes_text = _PROBE in self._render([Message("user", (TextPart(_PROBE),))])
-        except jinja2.TemplateError:
-            self._takes_text = False
+        self._takes_text = self._shows(as_text=True) or not self._shows(as_text=False)
         self.stop = self._find_stop(special)
 
     @classmethod
@@ -127,7 +123,10 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message]) -> str:
         turns = [{"role": message.role, "content": self._content(message)} for message in messages]
         given = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": False}
-        return self._template.render(**self._variables, **given)
+        try:
+            return self._template.render(**self._variables, **given)
+        except Exception as error:  # of Python too, where a template does to a value what it cannot
+            raise jinja2.TemplateError(str(error)) from None
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         if self._takes_text and all(isinstance(part, TextPart) for part in message.parts):
@@ -138,6 +137,15 @@ class ChatTemplate:
             else {"type": "video" if isinstance(part, VideoPart) else "image"}
             for part in message.parts
         ]
+
+    def _shows(self, as_text: bool) -> bool:
+        """Whether a question and an answer appear, given as texts or else as lists of parts."""
+        self._takes_text = as_text
+        try:
+            shown = self._render([Message(role, (TextPart(_PROBE),)) for role in ("user", "assistant")])
+        except jinja2.TemplateError:
+            return False
+        return shown.count(_PROBE) > 1
 
     def _find_stop(self, special: Sequence[str]) -> str:
         turns = [Message("user", (TextPart("question"),)), Message("assistant", (TextPart(_PROBE),))]
