@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cpjax.shard import IGNORE
 from cpjax.train.data import Encoder, RecordError
@@ -84,6 +86,18 @@ def test_exactly_the_answers_and_their_stop_tokens_are_learned(encoders, name, c
     assert learned(encoders[name], row) == [text + STOP[name] for text in shown]
     ids, labels = np.asarray(row.input_ids), np.asarray(row.labels)
     np.testing.assert_array_equal(labels[labels != IGNORE], ids[labels != IGNORE])  # not shifted yet
+
+
+ANSWERS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=1, max_size=3)
+
+
+@given(answers=ANSWERS)
+@settings(max_examples=60)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_any_answer_is_learned_as_a_whole(encoders, name, answers):
+    turns = [turn for answer in answers for turn in ("what?", answer)]
+    shown = [text.strip() if name == "llama" else text.lstrip("\n") for text in answers]
+    assert learned(encoders[name], encoders[name].row(record_of(chat(*turns)))) == [text + STOP[name] for text in shown]
 
 
 def test_labels_are_shifted_once_by_prepare(encoders):

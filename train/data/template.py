@@ -126,7 +126,7 @@ class ChatTemplate:
         try:
             return self._template.render(**self._variables, **given)
         except Exception as error:  # of Python too, where a template does to a value what it cannot
-            raise jinja2.TemplateError(str(error)) from None
+            raise jinja2.TemplateError(" ".join(str(error).split())) from None
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
         if self._takes_text and all(isinstance(part, TextPart) for part in message.parts):
