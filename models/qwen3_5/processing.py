@@ -150,7 +150,9 @@ class Processor:
     def text(self, plan: MediaPlan, token: Callable[[int], str]) -> tuple[str, str]:
         """What a chat template writes for such media, and what it is replaced by: one placeholder token per frame.
 
-        A video's frames stand apart, each after its time. `tokens` says how often each placeholder is repeated.
+        A video's frames stand apart, each after its time, and replace the template's own marks, as with the
+        transformers (4.57) that Qwen3-VL came with; later ones leave those marks around all frames. `tokens` says how
+        often each placeholder is repeated.
 
         Args:
             token: the text of a token id.
