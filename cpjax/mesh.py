@@ -9,6 +9,12 @@ from jax.sharding import AxisType
 
 AXES = ("dp", "fsdp", "cp")
 
+ROW_AXES = ("dp", "fsdp")
+"""Axes that split the rows of a batch."""
+
+HEAD_AXES = ("tp",)
+"""Axes that split the heads of attention."""
+
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
     """Options of `jax.jit` for programs that run a ring on this mesh; {} where there are none to set.
@@ -19,6 +25,12 @@ def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, int]:
     if mesh.devices.flat[0].platform != "gpu":
         return {}
     return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+
+
+def device_platform() -> str:
+    """Kind of the devices that the code being traced is for, "cpu" or "gpu": those of the mesh in context, if any."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device is not None else jax.default_backend()
 
 
 def make_mesh(

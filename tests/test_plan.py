@@ -6,8 +6,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cpjax.attention import Mask, attention
 from cpjax.mesh import compiler_options
 from cpjax.plan import Collective, Report, analyse, find_collectives, gpu_mesh, plan_attention
+from cpjax.shard import Zigzag, make_sharder
 
 # JAX caches such programs, and cannot read them back.
 pytestmark = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry:UserWarning")
@@ -124,3 +126,29 @@ def test_a_permute_that_is_waited_for_is_exposed(gpus):
     report = analyse(compiled)
     assert [(c.kind, c.bytes, c.beside) for c in report.collectives] == 2 * [("collective-permute", 256 * 256 * 2, ())]
     assert report.memory["arguments"] == 256 * 256 * 2 and report.fits
+
+
+@pytest.mark.parametrize(("dtype", "width", "streams"), [("bfloat16", 256, False), ("float32", 128, True)])
+def test_kernels_fit_the_chip_and_split_rows_and_heads(gpus, dtype, width, streams):
+    """The widest heads that the kernels take compile for an H200, and beside a ring of two ranks nothing is sent."""
+    mesh = gpu_mesh({"dp": 2, "cp": 2, "tp": 2})
+    sharder = make_sharder(256, Zigzag(2))
+
+    def local(q, k, v, ids):
+        groups = ids % 3 if streams else None
+        mask = Mask(document_ids=ids if streams else None, vision_group_ids=groups, window=(90, None))
+        return attention(q, k, v, sharder=sharder, mask=mask, softcap=5.0 if streams else None)
+
+    def loss(*args):
+        over_cp = jax.shard_map(local, mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"), axis_names={"cp"})
+        return over_cp(*args).astype(jnp.float32).sum()
+
+    def shape(heads):
+        sharding = NamedSharding(mesh, P("dp", "cp", "tp"))
+        return jax.ShapeDtypeStruct((2, 256, heads, width), dtype, sharding=sharding)
+
+    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=NamedSharding(mesh, P("dp", "cp")))
+    args = shape(4), shape(2), shape(2), ids
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile()
+    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 6  # at home and after the hop
+    assert {c.kind for c in find_collectives(compiled.as_text())} == {"collective-permute"}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from cpjax.attention import blockwise, pallas
 from cpjax.attention import transport as transports
 from cpjax.attention.blockwise import Rule, accumulation_dtype
 from cpjax.attention.mask import Mask, check_mask, streams_of
 from cpjax.attention.plan import plan_transport
 from cpjax.attention.tiles import Tiling
+from cpjax.mesh import device_platform
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 
@@ -28,6 +31,7 @@ def attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     transport: str = "ring",
+    kernel: str = "auto",
 ) -> jax.Array:
     """Softmax attention of this rank's queries to the keys of all ranks.
 
@@ -48,14 +52,18 @@ def attention(
             "ulysses" exchanges them for all tokens of some of the heads, which the number of ranks must divide;
             "ring_ulysses" does so in groups of ranks (":N" behind it: of N) and passes keys and values from group to
             group; "auto" chooses. See `plan_transport`.
+        kernel: what computes a block: "xla", "pallas" (`cpjax.attention.pallas`), or "auto", which is pallas on GPUs
+            where it takes the dtype and widths, else xla.
 
     Returns:
         [B, L, H, Dv] in q's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or mask streams that do not fit each other or the sharder, or an unknown transport.
+        ValueError: shapes, dtypes or mask streams that do not fit each other or the sharder, or a transport or kernel
+            that is unknown or does not take them.
     """
     _check(q, k, v, sharder, mask, sinks, softcap)
+    blocks = _choose_kernel(kernel, q, k if v is None else v)
     plan = plan_transport(q, k, v, sharder=sharder, mask=mask, transport=transport)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     cap = None if softcap is None else float(softcap)
@@ -72,14 +80,31 @@ def attention(
             sinks = sinks.reshape(plan.members, -1)[sharder.rank() % plan.members]
     elif plan.held > 1:
         kv = transports.gather_keys(kv, sharder)
-    tiling = Tiling.choose(sharder.local_length // max(sharder.layout.runs, 1), q.shape[0] * q.shape[2])
-    setup = transports.Setup(plan, tiling, rule)
+    run = sharder.local_length // max(sharder.layout.runs, 1)
+    if blocks is pallas:
+        tiling = Tiling.power_of_two(run, pallas.MIN_TILE, pallas.MAX_TILE)
+    else:
+        tiling = Tiling.choose(run, q.shape[0] * q.shape[2])
+    setup = transports.Setup(plan, tiling, rule, blocks)
     streams = transports.place_streams(q_streams, k_streams, sharder, setup)
     if sinks is not None:
         sinks = sinks.reshape(kv.shape[2], -1)
     tiles = tiling.queries(q, kv.shape[2]), tiling.keys(kv)
     output = tiling.from_queries(transports.attend(setup, *tiles, sinks, sharder, *streams, slices))
     return transports.to_tokens(output, sharder, plan.members) if plan.members > 1 else output
+
+
+def _choose_kernel(kernel: str, q: jax.Array, v: jax.Array) -> ModuleType:
+    if kernel not in ("auto", "xla", "pallas"):
+        raise ValueError(f"unknown kernel {kernel!r}: choose auto, xla or pallas")
+    taken = pallas.supports(q.shape[-1], v.shape[-1], q.dtype)
+    if kernel == "pallas" and not taken:
+        raise ValueError(
+            f"the pallas kernel was given queries {q.shape[-1]} and values {v.shape[-1]} wide, {q.dtype}: it takes "
+            f"multiples of {pallas.MIN_TILE}, up to 256 of 16 bits or 128 of 32 bits; use the kernel auto or xla"
+        )
+    wanted = kernel == "pallas" or (kernel == "auto" and device_platform() == "gpu")
+    return pallas if wanted and taken else blockwise
 
 
 def _all_varying(operands: Any, sharder: Sharder) -> Any:

@@ -42,6 +42,13 @@ class Rule:
     softcap: float | None
     values: int
 
+    def score(self, products: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The scores that products of queries and keys make, and their derivative."""
+        if self.softcap is None:
+            return products * self.scale, jnp.asarray(self.scale, products.dtype)
+        capped = jnp.tanh(products * (self.scale / self.softcap))
+        return self.softcap * capped, self.scale * (1 - capped**2)
+
 
 class State(NamedTuple):
     """The online softmax of some queries over the keys met so far.
@@ -79,22 +86,31 @@ def forward(state: State, q: jax.Array, kv: jax.Array, queries: Tokens, keys: To
 
         def visit(j, mask, here):
             k, v = kv[j][..., :width], kv[j][..., rule.values :]
-            scores = product(q_tile, k, (4,), (3,)) * rule.scale
-            if rule.softcap is not None:
-                scores = rule.softcap * jnp.tanh(scores / rule.softcap)
+            scores, _ = rule.score(product(q_tile, k, (4,), (3,)))
             scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-            peak = jnp.maximum(here.peak, scores.max(-1))
-            shift = jnp.where(peak == -jnp.inf, 0, peak)  # a row without a key so far: exp(-inf - 0) = 0
-            p = jnp.exp(scores - shift[..., None])
-            decay = jnp.exp(here.peak - shift)
-            output = here.output * decay[..., None] + product(p.astype(v.dtype), v, (4,), (2,))
-            return State(output, peak, here.total * decay + p.sum(-1))
+            return absorb(here, scores, lambda p: product(p.astype(v.dtype), v, (4,), (2,)))
 
         here = pairs.visit(i, visit, here)
         return jax.tree.map(lambda x, tile: _put(x, tile, i), state, here)
 
     pairs = _Pairs(queries, keys, rule.reach)
     return lax.fori_loop(0, q.shape[0], row, state)
+
+
+def absorb(here: State, scores: jax.Array, weigh: Callable[[jax.Array], Any]) -> State:
+    """The state of some queries after more keys.
+
+    Args:
+        here: its output may be any tree of arrays [.., queries, columns].
+        scores: [.., queries, keys], -inf where a pair is not allowed.
+        weigh: the products, like the output, of weights [.., queries, keys] with the values.
+    """
+    peak = jnp.maximum(here.peak, scores.max(-1))
+    shift = jnp.where(peak == -jnp.inf, 0, peak)  # a row without a key so far: exp(-inf - 0) = 0
+    p = jnp.exp(scores - shift[..., None])
+    decay = jnp.exp(here.peak - shift)
+    output = jax.tree.map(lambda old, new: old * decay[..., None] + new, here.output, weigh(p))
+    return State(output, peak, here.total * decay + p.sum(-1))
 
 
 def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -150,10 +166,7 @@ def backward(
         def visit(j, mask, carry):  # tiles of scores are [B, K, keys, G, queries] here
             dq_tile, dkv = carry
             k, v = kv[j][..., :width], kv[j][..., rule.values :]
-            scores, slope = product(k, q_tile, (3,), (4,)) * rule.scale, jnp.asarray(rule.scale, dtype)
-            if rule.softcap is not None:
-                capped = jnp.tanh(scores / rule.softcap)
-                scores, slope = rule.softcap * capped, rule.scale * (1 - capped**2)
+            scores, slope = rule.score(product(k, q_tile, (3,), (4,)))
             p = jnp.exp(scores - peak_tile) * weight
             p = jnp.where(mask.swapaxes(1, 2)[:, None, :, None], p, 0)
             ds = p * (product(v, grad_tile, (3,), (4,)) - delta_tile) * slope
@@ -169,14 +182,20 @@ def backward(
     return lax.fori_loop(0, q.shape[0], row, (dq, vary_over(jnp.zeros(kv.shape, dtype), varying_axes(q))))
 
 
+def partners(some: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of every tile the tiles with which it has work, in order, and how many: bool [.., n, m] -> [.., n, m], [.., n].
+
+    Behind these come the others.
+    """
+    return jnp.argsort(~some, axis=-1, stable=True).astype(jnp.int32), some.sum(-1, dtype=jnp.int32)
+
+
 class _Pairs:
     """The pairs of tiles that have work."""
 
     def __init__(self, queries: Tokens, keys: Tokens, reach: Reach) -> None:
         self.queries, self.keys, self.reach = queries, keys, reach
-        some = tile_mask(queries, keys, reach)
-        self.columns = jnp.argsort(~some, axis=1, stable=True).astype(jnp.int32)
-        self.counts = some.sum(1, dtype=jnp.int32)
+        self.columns, self.counts = partners(tile_mask(queries, keys, reach).any(-1))
 
     def visit(self, i: jax.Array, step: Callable[..., Any], carry: Any) -> Any:
         """Folds `step(j, mask, carry)` over the key tiles j with which query tile i has work, and over no others."""

@@ -161,7 +161,7 @@ def _in_slices(queries: Tokens, j: jax.Array) -> jax.Array:
     i = queries.positions
 
     def add(n, mask):
-        q_start, q_end, k_start, k_end, kind = queries.slices[n]
+        q_start, q_end, k_start, k_end, kind = (queries.slices[n, column] for column in range(5))
         low = jnp.where(kind >= SliceKind.INVERSE_CAUSAL, jnp.maximum(k_start, i - q_start + k_start), k_start)
         high = jnp.where(kind % 2 == SliceKind.CAUSAL, jnp.minimum(k_end, i - q_end + k_end + 1), k_end)
         high = jnp.where((q_start <= i) & (i < q_end), high, low)
@@ -178,8 +178,9 @@ def tile_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
         queries, keys: n tiles each, of t tokens.
 
     Returns:
-        bool [nq, nk]. Where it is False no pair of the two tiles is allowed, in any row of the batch. Where it is True
-        there mostly is one: bounds may touch where no number, or no pair that every part of the mask allows, does.
+        bool [nq, nk, B], or [nq, nk, 1] where all rows are alike. Where it is False no pair of the two tiles is
+        allowed. Where it is True there mostly is one: bounds may touch where no number, or no pair that every part of
+        the mask allows, does.
     """
     left, right = reach
     q_low, q_high = queries.positions.min(-1)[:, None], queries.positions.max(-1)[:, None]
@@ -199,7 +200,7 @@ def tile_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
         some = some | (k.prefix > 0).any(-1)
     if q.segments is not None:
         some = some & _meet(q.segments, k.segments)
-    return some.any(-1)
+    return some
 
 
 def _meet(queries: jax.Array, keys: jax.Array) -> jax.Array:

@@ -35,6 +35,11 @@ class Tiling:
         length = -(-run // tiles)
         return cls(run, min(run, -(-length // 8) * 8))  # a multiple of 8 suits vector and tensor units
 
+    @classmethod
+    def power_of_two(cls, run: int, shortest: int, longest: int) -> Tiling:
+        """The tiling for kernels that take tiles of a power of two only."""
+        return cls(run, min(max(1 << (run - 1).bit_length(), shortest), longest))
+
     def cut(self, x: jax.Array, axis: int, fill: float | None = 0) -> jax.Array:
         """[.., L, ..] -> [n, .., t, ..]; empty slots hold `fill`, or (None) a copy of the run's last token."""
         before, after = x.shape[:axis], x.shape[axis + 1 :]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ class Setup:
     plan: Plan
     tiling: Tiling
     rule: blockwise.Rule
+    kernel: ModuleType  # `forward` and `backward` of a block
 
 
 def to_heads(q: jax.Array, kv: jax.Array, sharder: Sharder, members: int) -> tuple[jax.Array, jax.Array]:
@@ -126,7 +128,7 @@ def _forward(setup: Setup, q: Any, kv: Any, sinks: Any, *where: Any) -> tuple[An
     state = blockwise.start(q, kv.shape[-1] - setup.rule.values)
 
     def meet(step, state, kv):
-        return blockwise.forward(state, q, kv, *walk.tokens(step), setup.rule)
+        return setup.kernel.forward(state, q, kv, *walk.tokens(step), setup.rule)
 
     def way(direction, first, hops, kv, state):
         def hop(n, carry):
@@ -153,7 +155,7 @@ def _backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     delta = (output.astype(dtype) * grad.astype(dtype)).sum(-1)
 
     def meet(step, dq, kv):
-        return blockwise.backward(dq, q, kv, grad, peak, total, delta, *walk.tokens(step), setup.rule)
+        return setup.kernel.backward(dq, q, kv, grad, peak, total, delta, *walk.tokens(step), setup.rule)
 
     def way(direction, hops, dq, dkv):
         """Follows the keys away from home, taking dkv along, and brings the sum of their gradients home."""

@@ -4,8 +4,9 @@ Called inside a `shard_map` body with this rank's tokens and the sharder; with c
 value for every pair of tokens, or the features of the whole sequence.
 """
 
+from cpjax.sequence.attend import attend_blocks
 from cpjax.sequence.halo import halo, shift
 from cpjax.sequence.pools import Windows, pool, windows
 from cpjax.sequence.select import take_keys, top_k_blocks, top_k_keys
 
-__all__ = ["Windows", "halo", "pool", "shift", "take_keys", "top_k_blocks", "top_k_keys", "windows"]
+__all__ = ["Windows", "attend_blocks", "halo", "pool", "shift", "take_keys", "top_k_blocks", "top_k_keys", "windows"]

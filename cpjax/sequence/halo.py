@@ -56,7 +56,8 @@ def shift(x: jax.Array, depth: int, *, sharder: Sharder, fill: Any, document_ids
         depth: how many tokens ahead.
         fill: the value where there is no such token: it or t lies outside the sequence or is a pad (id 0), or it
             belongs to another document.
-        document_ids: int [B, L], 1-based, 0 = pad. Without them the sequence is its first S tokens.
+        document_ids: int [B, L], 1-based, 0 = pad. Without them the sequence is what is before
+            `sharder.end`.
 
     Returns:
         [B, L, ...] in the dtype of x.
@@ -79,7 +80,7 @@ def shift(x: jax.Array, depth: int, *, sharder: Sharder, fill: Any, document_ids
         )
     here = sharder.positions()
     there = here + depth
-    valid = (here < sharder.length) & (there >= 0) & (there < sharder.length)
+    valid = (here < sharder.end) & (there >= 0) & (there < sharder.end)
     valid = valid.reshape(1, -1)
     if document_ids is not None:
         valid = valid & (document_ids != 0) & (_moved(document_ids, depth, sharder) == document_ids)

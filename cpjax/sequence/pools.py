@@ -72,7 +72,7 @@ def windows(
     slot = -starts[:, None] % stride if run % stride else jnp.zeros_like(starts)[:, None]
     slot = slot + jnp.arange(0, run, stride, dtype=jnp.int32)
     first = starts[:, None] + slot
-    exists = (slot < run) & (first < sharder.length)
+    exists = (slot < run) & (first < sharder.end)
     offsets = jnp.arange(-before, length, dtype=jnp.int32)
 
     after = length - 1 if run % stride else max(length - stride, 0)
@@ -84,7 +84,7 @@ def windows(
         return out.reshape(out.shape[0], -1, *out.shape[3:])
 
     place = first[..., None] + offsets
-    inside = (exists[..., None] & (place >= 0) & (place < sharder.length)).reshape(1, -1, before + length)
+    inside = (exists[..., None] & (place >= 0) & (place < sharder.end)).reshape(1, -1, before + length)
     ids = None
     if document_ids is not None:
         tokens = cut(document_ids)

@@ -61,7 +61,8 @@ def top_k_keys(
         weights: [B, L, H].
         count: how many keys to select.
         document_ids: int [B, L], 1-based, 0 = pad: only keys of the query's own document; pads select nothing and are
-            never selected. Pools must then have been made with them. Without them the keys are the first S tokens.
+            never selected. Pools must then have been made with them. Without them the keys are all before
+            `sharder.end`.
 
     Returns:
         int32 [B, L, count]: global positions (of pools: `first`) by falling score; -1 where fewer keys are allowed.
@@ -80,7 +81,7 @@ def top_k_keys(
     _check("top_k_keys", q, features, document_ids, count, sharder, None if pools is None else pools.first.shape[0])
     if pools is None:
         positions = sharder.positions()
-        exists = positions < sharder.length
+        exists = positions < sharder.end
         keys = _Keys(features, jnp.where(exists, positions, -1), jnp.where(exists, positions, NEVER), document_ids)
     else:
         if (pools.document_ids is None) != (document_ids is None):
@@ -144,7 +145,7 @@ def top_k_blocks(
     def score(q: _Queries, k: _Keys) -> jax.Array:
         scores = _dot("bthd,bnwd->bthnw", q.features, k.features)
         place = k.first[:, None] + offsets  # [n, w]
-        allowed = (place < sharder.length) & (k.first >= 0)[:, None]
+        allowed = (place < sharder.end) & (k.first >= 0)[:, None]
         here = q.positions[:, None, None]
         allowed = (allowed & (place <= here) if causal else jnp.broadcast_to(allowed, (here.shape[0], *place.shape)))[
             None

@@ -63,6 +63,11 @@ class Sharder:
         """L = T / cp."""
         return self.padded_length // self.cp
 
+    @property
+    def end(self) -> int:
+        """S, where the caller's tokens end in global order; T if they have `places`, with pads among them."""
+        return self.length if self.places is None else self.padded_length
+
     def rank(self) -> Any:
         """This rank's number: traced inside `shard_map`, 0 when cp = 1."""
         return jax.lax.axis_index(self.axis_name) if self.cp > 1 else 0

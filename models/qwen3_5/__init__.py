@@ -3,11 +3,12 @@
 from cpjax.models.qwen3_5.config import Config, TextConfig, VisionConfig
 from cpjax.models.qwen3_5.model import Qwen3_5
 from cpjax.models.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
+from cpjax.models.qwen3_5.processing import MediaPlan, Processor
 from cpjax.models.qwen3_5.weights import DROPPED, weights
 
 Model = Qwen3_5
 
 __all__ = [
-    "DROPPED", "STREAMS", "Config", "Media", "Model", "Qwen3_5", "Row", "TextConfig", "VisionConfig", "patchify",
-    "prepare", "weights",
+    "DROPPED", "STREAMS", "Config", "Media", "MediaPlan", "Model", "Processor", "Qwen3_5", "Row", "TextConfig",
+    "VisionConfig", "patchify", "prepare", "weights",
 ]  # fmt: skip

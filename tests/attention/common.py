@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import Mask, attention, dense_attention
-from cpjax.shard import layout_from_name
+from cpjax.shard import Dispatched, Sharder, SliceKind, Stream, dispatch, layout_from_name, make_batch
 
-FILLS = {"document_ids": 0, "padding_mask": True, "vision_group_ids": -1, "prefix": False}
-"""What each stream of a mask holds at pads."""
+STREAMS = ("document_ids", "padding_mask", "vision_group_ids", "prefix")
+"""Per-token parts of a mask."""
 
 
 class Problem(NamedTuple):
@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     slices: Any = None
 
     def streams(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in FILLS if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in STREAMS if getattr(self, name) is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Form:
     scale: float | None = None
     softcap: float | None = None
     longest_document: int | None = None
+    kernel: str = "auto"
 
     def mask(self, slices: Any, streams: dict[str, Any]) -> Mask:
         return Mask(self.causal, window=self.window, longest_document=self.longest_document, slices=slices, **streams)
@@ -81,65 +82,87 @@ def mesh_of(cp: int) -> jax.sharding.Mesh:
     return jax.make_mesh((cp,), ("cp",), devices=jax.devices()[:cp], axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def solve(p: Problem, cp: int, layout_name: str, transport: str, dtype=jnp.float32, **form):
-    """Output and gradients (dq, dk, then dv and dsinks where there are these), numpy, tokens in global order.
+def solve(p: Problem, cp: int, layout_name: str, transport: str, dtype=jnp.float32, padded_length=None, **form):
+    """Output and gradients (dq, dk, then dv and dsinks where there are these), numpy, in the coordinates of `p`.
 
-    The padded slots hold noise, are marked by the streams that `p` has, and their outputs must be finite.
+    Pads hold noise, are marked by the streams that `p` has, and their outputs must be finite. Under the layout packed
+    the rows become one, and outputs and gradients at pads of `p`, which are dropped, are 0. Under dispatched the chunks
+    of 2 tokens are spread by the slices, or those of causal attention.
     """
-    layout, how = layout_from_name(layout_name, cp), Form(**form)
+    batch, sharder = shard(p, cp, layout_name, padded_length)
+    return solve_on(p, batch, sharder, transport, dtype, **form)
+
+
+def shard(p: Problem, cp: int, layout_name: str, padded_length=None) -> tuple[dict[str, np.ndarray], Sharder]:
+    """What `make_batch` makes of the arrays and streams of `p`: padded, in global order."""
     length = p.q.shape[1]
-    padded = layout.pad_length(length)
+    layout: Any = layout_from_name(layout_name, cp)
+    if isinstance(layout, Dispatched):
+        slices = np.array([[0, length, 0, length, SliceKind.CAUSAL]]) if p.slices is None else p.slices
+        layout, _ = dispatch(slices, length, dataclasses.replace(layout, chunk_size=2))
+    arrays = {name: getattr(p, name) for name in "qkvg" if getattr(p, name) is not None} | p.streams()
+    fills = {"q": 3, "k": 3, "v": 3, "g": 0, "prefix": False}
+    return make_batch(
+        {"input_ids": np.zeros(p.q.shape[:2], np.int32), **arrays},
+        layout,
+        streams={name: Stream(1, fill) for name, fill in fills.items()},
+        padded_length=padded_length,
+    )
+
+
+def solve_on(p: Problem, batch: dict[str, np.ndarray], sharder: Sharder, transport: str, dtype=jnp.float32, **form):
+    """`solve` of a sharded problem."""
+    how = Form(**form)
     marked = p.document_ids is not None or p.padding_mask is not None or how.causal or p.slices is not None
-    assert padded == length or marked
-    order = layout.indices(padded, np.arange(cp)).reshape(-1)
-
-    def place(x, fill):
-        if x is None:
-            return None
-        x = np.pad(x, [(0, padded - length if axis == 1 else 0) for axis in range(x.ndim)], constant_values=fill)
-        return x[:, order]
-
+    assert (sharder.sources() >= 0).all() or marked
+    order = sharder.indices(np.arange(sharder.cp)).reshape(-1)
     with x64(dtype):
-        q, k, v, g = (None if x is None else jnp.asarray(place(x, f), dtype)
-                      for x, f in zip(p[:4], (3, 3, 3, 0), strict=True))  # fmt: skip
+        q, k, v, g = (jnp.asarray(batch[name][:, order], dtype) if name in batch else None for name in "qkvg")
         sinks = None if p.sinks is None else jnp.asarray(p.sinks, dtype)
-        streams = {name: place(x, FILLS[name]) for name, x in p.streams().items()}
-        output, *grads = program(layout, length, padded, transport, how)((q, k, v, sinks), g, streams, p.slices)
-        results = [np.asarray(x)[:, layout.inverse(padded)] for x in (output, *grads[: 3 - (v is None)])]
-    assert all(np.isfinite(x).all() for x in results)
-    return [x[:, :length] for x in results] + [np.asarray(x) for x in grads[3 - (v is None) :]]
+        streams = {name: batch[name][:, order] for name in p.streams()}
+        output, *grads = program(transport, how)((q, k, v, sinks), g, streams, p.slices, sharder)
+    tokens, rest = (output, *grads[: 3 - (v is None)]), grads[3 - (v is None) :]
+    assert all(np.isfinite(x).all() for x in (*tokens, *rest))
+    return [in_the_callers_order(np.asarray(x), sharder) for x in tokens] + [np.asarray(x) for x in rest]
 
 
-def function(layout, length, padded, transport, form=Form()):
-    """((q, k, v, sinks), streams, slices) -> output, on rank-major sequences."""
-    from cpjax.shard import Sharder
+def in_the_callers_order(x: np.ndarray, sharder: Sharder) -> np.ndarray:
+    """[B, T, ..] rank by rank -> [B, S, ..], or the rows that were flattened; 0 at dropped pads."""
+    x = x[:, sharder.inverse()]
+    if sharder.places is None:
+        return x[:, : sharder.length]
+    x = np.where((sharder.places >= 0).reshape(-1, *[1] * (x.ndim - 2)), x[0, sharder.places], 0)
+    return x.reshape(sharder.rows, -1, *x.shape[1:])
 
-    sharder = Sharder(layout, length, padded)
 
-    def output(operands, streams, slices):
+def function(transport, form=Form()):
+    """((q, k, v, sinks), streams, slices, sharder) -> output, on rank-major sequences."""
+
+    def output(operands, streams, slices, sharder):
         def body(q, k, v, sinks, streams, slices):
             return attention(
                 q, k, v, sinks=sinks, sharder=sharder, mask=form.mask(slices, streams), transport=transport,
-                scale=form.scale, softcap=form.softcap,
+                scale=form.scale, softcap=form.softcap, kernel=form.kernel,
             )  # fmt: skip
 
-        if layout.cp == 1:
+        if sharder.cp == 1:
             return body(*operands, streams, slices)
         cp = P(None, "cp")
         return jax.shard_map(
-            body, mesh=mesh_of(layout.cp), in_specs=(cp, cp, cp, P(), cp, P()), out_specs=cp, axis_names={"cp"}
-        )(*operands, streams, slices)
+            body, mesh=mesh_of(sharder.cp), in_specs=(cp, cp, cp, P(), cp, P()), out_specs=cp, axis_names={"cp"},
+            check_vma=form.kernel != "pallas",  # the interpreter of Pallas indexes with numbers that vary over nothing
+        )(*operands, streams, slices)  # fmt: skip
 
     return output
 
 
 @functools.cache
-def program(layout, length, padded, transport, form=Form()):
-    """Jitted ((q, k, v, sinks), g, streams, slices) -> output, gradients."""
-    output = function(layout, length, padded, transport, form)
+def program(transport, form=Form()):
+    """Jitted ((q, k, v, sinks), g, streams, slices, sharder) -> output, gradients."""
+    output = function(transport, form)
 
-    def run(operands, g, streams, slices):
-        out, pull = jax.vjp(lambda operands: output(operands, streams, slices), operands)
+    def run(operands, g, streams, slices, sharder):
+        out, pull = jax.vjp(lambda operands: output(operands, streams, slices, sharder), operands)
         return out, *jax.tree.leaves(pull(g)[0])
 
     return jax.jit(run)

@@ -16,6 +16,7 @@ from tests.attention.common import (
     documents_of,
     mesh_of,
     problem,
+    shard,
     solve,
     solve_dense,
     solve_numpy,
@@ -128,18 +129,24 @@ def test_f23_a_prefix_tree_equals_its_rollouts(layout, transport):
         np.testing.assert_allclose(output[:, rows], alone, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "packed", "dispatched"])
 def test_u4_the_ranks_masks_make_up_the_whole(layout):
     rng = np.random.default_rng(0)
     p = problem(
-        48, documents=documents_of([20, 28], [7, 30], length=48), padding=rng.random((2, 48)) < 0.2,
-        vision_group_ids=rng.integers(-1, 3, (2, 48)), prefix=rng.random((2, 48)) < 0.1,
-        slices=np.array([[0, 30, 4, 40, 3], [10, 48, 0, 48, 1]], np.int32),
+        48, batch=1 if layout == "packed" else 2,
+        documents=documents_of(*[[20, 28], [7, 30]][layout == "packed" :], length=48),
+        vision_group_ids=rng.integers(-1, 3, (2, 48))[layout == "packed" :],
     )  # fmt: skip
-    form = {"causal": False, "window": (30, 8)}
-    q_streams, k_streams = streams_of(Mask(slices=p.slices, **p.streams(), **form))
-    order = layout_from_name(layout, 4).indices(48, np.arange(4))
-    found = np.zeros((2, 48, 48), bool)
+    form: dict = {}
+    if layout != "packed":  # which drops pads and moves documents: what is said in positions does not apply
+        slices = np.array([[0, 30, 4, 40, 3], [10, 48, 0, 48, 1]], np.int32)
+        padding, prefix = rng.random((2, 48)) < 0.2, rng.random((2, 48)) < 0.1
+        p, form = p._replace(slices=slices, padding_mask=padding, prefix=prefix), {"causal": False, "window": (30, 8)}
+    batch, sharder = shard(p, 4, layout)
+    mask = Mask(slices=p.slices, **{name: batch[name] for name in p.streams()}, **form)
+    q_streams, k_streams = streams_of(mask)
+    order, length = sharder.indices(np.arange(4)), sharder.padded_length
+    found = np.zeros((len(p.q), length, length), bool)
     for mine in order:
         for theirs in order:
             (queries, keys) = (
@@ -147,8 +154,14 @@ def test_u4_the_ranks_masks_make_up_the_whole(layout):
                 for own, streams in ((mine, q_streams), (theirs, k_streams))
             )
             queries = jax.tree.map(lambda x: x[0], with_slices(jax.tree.map(lambda x: x[None], queries), p.slices))
-            found[:, mine[:, None], theirs] = pair_mask(queries, keys, (30, 8))
-    np.testing.assert_array_equal(found, allowed(p, **form))
+            found[:, mine[:, None], theirs] = pair_mask(queries, keys, mask.reach(length))
+    if layout == "packed":
+        tokens = p.document_ids[0] > 0
+        where = sharder.places[tokens]
+        assert found.sum() == found[:, where[:, None], where].sum()
+        np.testing.assert_array_equal(found[:, where[:, None], where], allowed(p)[:, tokens][:, :, tokens])
+    else:
+        np.testing.assert_array_equal(found, allowed(p, **form))
 
 
 def test_u4_one_device_equals_the_dense_formula():

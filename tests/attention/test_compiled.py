@@ -1,5 +1,6 @@
 """Facts of the compiled program, and of the work it does; they do not vary from run to run."""
 
+import collections
 import math
 import re
 
@@ -25,7 +26,7 @@ def compiled(cp, length, transport, *, documents=False, heads=2, width=8):
     x = jax.ShapeDtypeStruct((1, length, heads, width), jnp.float32, sharding=sharding)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)
     streams = {"document_ids": ids} if documents else {}
-    return program(layout, length, length, transport).lower((x, x, x, None), x, streams, None).compile()
+    return program(transport).lower((x, x, x, None), x, streams, None, make_sharder(length, layout)).compile()
 
 
 def collectives(text: str | None):
@@ -36,13 +37,13 @@ def collectives(text: str | None):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_collectives_of_the_ring(documents):
+def test_collectives_the_ring(documents):
     """Forward: kv in the loop. Backward: kv before it, kv and dkv in it, dkv home after it. The documents' ids once."""
     got = collectives(compiled(4, 64, "ring", documents=documents).as_text())
     assert got == {"collective-permute": 5, **({"all-gather": 1} if documents else {})}
 
 
-def test_collectives_of_the_all_gather():
+def test_collectives_the_all_gather():
     assert collectives(compiled(4, 64, "allgather").as_text()) == {"all-gather": 1, "reduce-scatter": 1}
 
 
@@ -223,3 +224,25 @@ def test_a_tile_that_is_not_visited_holds_no_allowed_pair(seed, spread, left, ri
             pairs = np.broadcast_to(pairs, (2, 3, 3))
             assert not pairs[:, :, np.asarray(empty[j])].any()
             assert some[i, j] or not pairs.any()
+
+
+@pytest.mark.parametrize("transport", ["ring", "allgather"])
+def test_r27_every_attention_layer_has_its_collectives(transport):
+    """Two layers that differ in their masks: what one of each sends is all there, none is left to its own tokens."""
+    sharder = make_sharder(64, layout_from_name("zigzag", 4))
+    x = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
+    masks = [Mask(), Mask(window=(30, None))]
+
+    def found(masks):
+        def body(x):
+            for mask in masks:
+                x = attention(x, x, x, sharder=sharder, mask=mask, transport=transport)
+            return x
+
+        spec = P(None, "cp")
+        run = jax.shard_map(body, mesh=mesh_of(4), in_specs=spec, out_specs=spec, axis_names={"cp"})
+        return collectives(jax.jit(run).lower(x).compile().as_text())
+
+    each = [found([mask]) for mask in masks]
+    assert all(each)
+    assert found(masks) == sum(map(collections.Counter, each), collections.Counter())

@@ -30,6 +30,9 @@ CASES = [
     ((8, "contiguous", "ulysses"), (8, 8), "documents slices shared", {"causal": False}),
     ((8, "zigzag", "ring_ulysses:2"), (4, 2), "documents padding sinks", {"window": (4, None)}),
     ((8, "striped", "ring_ulysses:4"), (12, 3), "documents vision slices sinks", {"causal": False, "softcap": 2.0}),
+    ((4, "packed", "ring"), (4, 2), "ordered vision prefix sinks", {"window": (6, None), "softcap": 2.0}),
+    ((4, "packed", "ring_ulysses:2"), (4, 2), "ordered vision shared", {"causal": False}),
+    ((4, "dispatched", "ring"), (4, 2), "documents padding vision prefix slices sinks", {"window": (20, None)}),
 ]  # fmt: skip
 
 
@@ -39,9 +42,9 @@ def problems(draw, heads, streams):
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = BATCH, LENGTH
     masks = {}
-    if "documents" in streams:
+    if "documents" in streams or "ordered" in streams:
         ids = rng.integers(0, draw(st.integers(2, 6)), shape).astype(np.int32)
-        masks["documents"] = np.sort(ids, 1) if draw(st.booleans()) else ids
+        masks["documents"] = np.sort(ids, 1) if "ordered" in streams or draw(st.booleans()) else ids
     if "padding" in streams:
         masks["padding"] = rng.random(shape) < draw(st.sampled_from([0.0, 0.1, 0.9, 1.0]))
     if "vision" in streams:
@@ -63,7 +66,8 @@ def test_any_mask_anywhere(where, heads, streams, form):
     @settings(max_examples=10, deadline=None)
     @given(problems(heads, streams))
     def check(p):
-        assert_equal(solve(p, *where, jnp.float64, **form), solve_numpy(p, **form), jnp.float64)
+        got = solve(p, *where, jnp.float64, padded_length=256 if where[1] == "packed" else None, **form)
+        assert_equal(got, solve_numpy(p, **form), jnp.float64)
 
     check()
 

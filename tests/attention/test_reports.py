@@ -30,7 +30,7 @@ def test_rows_without_a_key_are_zero(cp, layout, transport):
     assert_equal((output, dq, dk, dv), solve_numpy(p))
 
 
-@pytest.mark.parametrize(("cp", "layout", "transport"), WHERE)
+@pytest.mark.parametrize(("cp", "layout", "transport"), [*WHERE, (4, "packed", "ring"), (4, "packed", "ulysses")])
 def test_r16_documents_are_isolated_bitwise(cp, layout, transport):
     documents = documents_of([9, 12, 4, 14, 9], length=48)
     p = problem(48, batch=1, documents=documents)
@@ -86,7 +86,7 @@ def test_r14_the_window_is_kept(layout, transport):
     assert seen[33:41].all() and not seen[:33].any() and not seen[41:].any()
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "packed"])
 def test_r31_documents_shorter_than_a_rank(layout):
     """Documents of 1, 2, 3 and 38 tokens on 8 ranks."""
     p = problem(44, batch=1, documents=documents_of([1, 2, 3, 38], length=44))

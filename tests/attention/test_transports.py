@@ -76,9 +76,9 @@ def compiled(layout, length, transport, form, heads, kv_heads, streams=(), share
     masks = {name: array(dtype=kinds[name]) for name in streams}
     local = [None if x is None else jax.ShapeDtypeStruct((2, length // cp, *x.shape[2:]), x.dtype) for x in (q, k, v)]
     plan = plan_transport(*local, sharder=sharder, mask=form.mask(None, masks), transport=transport)
-    run = function(layout, length, length, transport, form)
+    run = function(transport, form)
     # Apart, as with rematerialisation: together, the compiler may find that both send the same.
-    forward = jax.jit(lambda operands, masks: jax.vjp(lambda x: run(x, masks, None), operands))
+    forward = jax.jit(lambda operands, masks: jax.vjp(lambda x: run(x, masks, None, sharder), operands))
     lowered = forward.lower((q, k, v, None), masks)
     pull = jax.eval_shape(forward, (q, k, v, None), masks)[1]
     backward = jax.jit(lambda pull, g: pull(g)).lower(pull, g)

@@ -1,8 +1,9 @@
 """Makes the golden files of the model families from transformers: python -m tests.models.make_goldens
 
-Needs torch, transformers and peft; the tests that read the files need none of them. For each family a folder with a
-tiny random model as transformers saves it, and per case one file: inputs, position ids, logits, loss, and every
-gradient by name. For adapters of it, as peft saves them, the logits of one case.
+Needs torch, torchvision, transformers and peft; the tests that read the files need none of them. For each family a
+folder with a tiny random model as transformers saves it, and per case one file: inputs, position ids, logits, loss, and
+every gradient by name; the files of its processors, and a file of what they make of some pictures. For adapters of it,
+as peft saves them, the logits of one case.
 """
 
 import json
@@ -12,7 +13,10 @@ import numpy as np
 import peft
 import torch
 import transformers
+from PIL import Image
 from safetensors.numpy import load_file, save_file
+
+from tests.models.pictures import PICTURES, VIDEOS, picture, video
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 PAD, IMAGE, VIDEO, START, END = 0, 90, 91, 92, 93
@@ -200,7 +204,51 @@ def qwen3_5_adapters() -> None:
     save_file(logits, GOLDENS / "qwen3_5-adapters.safetensors")
 
 
+def qwen3_5_processing() -> None:
+    """Sizes, grids, sampled frames, and pixels as levels 0 .. 255, of some pictures and videos."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    patches = dict(patch_size=4, merge_size=2, temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    images = Qwen2VLImageProcessorPil(size=dict(shortest_edge=256, longest_edge=4096), **patches)
+    videos = Qwen3VLVideoProcessor(size=dict(shortest_edge=512, longest_edge=8192), **patches)
+    images.save_pretrained(GOLDENS / "qwen3_5")
+    (GOLDENS / "qwen3_5" / "video_preprocessor_config.json").write_text(videos.to_json_string())
+
+    def levels(pixels: np.ndarray) -> np.ndarray:
+        return np.rint(127.5 * pixels + 127.5).astype(np.uint8)
+
+    arrays = {}
+    for name, size in PICTURES.items():
+        out = images(Image.fromarray(picture(*size)), return_tensors="np")
+        arrays |= {f"{name}.grid": out["image_grid_thw"][0], f"{name}.levels": levels(out["pixel_values"])}
+    for name, (count, height, width, fps) in VIDEOS.items():
+        metadata = [dict(total_num_frames=count, fps=fps, frames_indices=list(range(count)))]
+        out = videos(
+            [video(count, height, width)], video_metadata=metadata, do_sample_frames=True, return_metadata=True,
+            return_tensors="np",
+        )  # fmt: skip
+        frames = list(out["video_metadata"][0].frames_indices)
+        seconds = Qwen3VLProcessor._calculate_timestamps(None, list(map(int, frames)), fps, 2)
+        arrays |= {
+            f"{name}.grid": out["video_grid_thw"][0],
+            f"{name}.levels": levels(out["pixel_values_videos"]),
+            f"{name}.frames": np.array(frames),
+            f"{name}.seconds": np.array(seconds),
+        }
+    rng = np.random.default_rng(4)
+    sizes = np.stack([rng.integers(9, 400, 60), rng.integers(9, 400, 60), rng.integers(2, 60, 60)], axis=1)
+    grids = [images.get_number_of_image_patches(int(h), int(w)) for h, w, _ in sizes]
+    many = [videos.get_num_of_video_patches(int(n), int(h), int(w)) for h, w, n in sizes]
+    arrays |= {"sizes": sizes, "sizes.image_patches": np.array(grids), "sizes.video_patches": np.array(many)}
+    save_file(
+        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / "qwen3_5-processing.safetensors"
+    )
+
+
 if __name__ == "__main__":
     GOLDENS.mkdir(exist_ok=True)
     qwen3_5()
     qwen3_5_adapters()
+    qwen3_5_processing()

@@ -78,6 +78,30 @@ def any_documents(length):
     return st.builds(build, st.sets(st.integers(1, length - 1), max_size=5), st.integers(0, 3))
 
 
+def allowed_pairs(length, causal, ids):
+    """bool [B or 1, S (queries), S (keys)]."""
+    mask = np.tri(length, dtype=bool)[None] if causal else np.ones((1, length, length), bool)
+    return mask if ids is None else mask & (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] != 0)
+
+
+def best(scores, count):
+    """The first `count` keys by falling score, then by position; -1 for scores of -inf."""
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+    order = np.where(np.take_along_axis(scores, order, -1) == -np.inf, -1, order)
+    return np.pad(order, [(0, 0)] * (order.ndim - 1) + [(0, count - order.shape[-1])], constant_values=-1)
+
+
+def dense_blocks(q, k, count, block, local, causal, ids):
+    length = q.shape[1]
+    blocks = -(-length // block)
+    scores = np.where(allowed_pairs(length, causal, ids)[:, :, None], np.einsum("bthd,bnd->bthn", q, k), -np.inf)
+    scores = np.pad(scores, [(0, 0)] * 3 + [(0, blocks * block - length)], constant_values=-np.inf)
+    scores = scores.reshape(*scores.shape[:3], blocks, block).max(-1)
+    back = np.arange(length)[:, None] // block - np.arange(blocks)
+    forced = ((back >= 0) & (back < local))[None, :, None]
+    return best(np.where(forced & (scores > -np.inf), np.inf, scores), count)
+
+
 def moved_bytes(op, layout, length, dtype=jnp.float32):
     """Bytes of each collective of `op(sharder, x)` for x [1, length, 8], by kind, in order of size."""
     sharder = make_sharder(length, layout)

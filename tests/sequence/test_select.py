@@ -14,36 +14,22 @@ from jax.sharding import PartitionSpec as P
 
 from cpjax.sequence import pool, select, take_keys, top_k_blocks, top_k_keys
 from cpjax.shard import Contiguous, Identity, Layout, Striped, Zigzag, make_sharder
-from tests.sequence.common import Scattered, any_documents, documents, in_order, mesh_of, on_ranks
-
-
-def allowed_pairs(length, causal, ids):
-    """bool [B or 1, S (queries), S (keys)]."""
-    mask = np.tri(length, dtype=bool)[None] if causal else np.ones((1, length, length), bool)
-    return mask if ids is None else mask & (ids[:, :, None] == ids[:, None]) & (ids[:, :, None] != 0)
-
-
-def best(scores, count):
-    """The first `count` keys by falling score, then by position; -1 for scores of -inf."""
-    order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
-    order = np.where(np.take_along_axis(scores, order, -1) == -np.inf, -1, order)
-    return np.pad(order, [(0, 0)] * (order.ndim - 1) + [(0, count - order.shape[-1])], constant_values=-1)
+from tests.sequence.common import (
+    Scattered,
+    allowed_pairs,
+    any_documents,
+    best,
+    dense_blocks,
+    documents,
+    in_order,
+    mesh_of,
+    on_ranks,
+)
 
 
 def dense_keys(q, k, weights, count, causal, ids):
     scores = np.einsum("bth,bthn->btn", weights, np.maximum(np.einsum("bthd,bnd->bthn", q, k), 0))
     return best(np.where(allowed_pairs(q.shape[1], causal, ids), scores, -np.inf), count)
-
-
-def dense_blocks(q, k, count, block, local, causal, ids):
-    length = q.shape[1]
-    blocks = -(-length // block)
-    scores = np.where(allowed_pairs(length, causal, ids)[:, :, None], np.einsum("bthd,bnd->bthn", q, k), -np.inf)
-    scores = np.pad(scores, [(0, 0)] * 3 + [(0, blocks * block - length)], constant_values=-np.inf)
-    scores = scores.reshape(*scores.shape[:3], blocks, block).max(-1)
-    back = np.arange(length)[:, None] // block - np.arange(blocks)
-    forced = ((back >= 0) & (back < local))[None, :, None]
-    return best(np.where(forced & (scores > -np.inf), np.inf, scores), count)
 
 
 LAYOUTS = [Identity(), Contiguous(3), Contiguous(8), Zigzag(4), Striped(2), Scattered(3)]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.layouts import MIXED_MASKS, image_groups, prefix_and_windows
 from cpjax.shard import Dispatched, Packed, Sharder, SliceKind, dispatch, make_batch, pack
 from tests.shard.common import mesh_of
 
@@ -73,37 +74,6 @@ def test_the_bound_is_below_the_best_assignment_and_the_solver_near_it(sizes, cp
     assert best <= balance.areas.max() <= best * 4 / 3
 
 
-# The three mixed masks, in units of a query and a key.
-
-
-def documents(length: int) -> list[list[int]]:
-    """Causal documents of very different length: log-normal, the longest about a sixth of the tokens."""
-    rng, cuts = np.random.default_rng(0), [0]
-    while cuts[-1] < length:
-        cuts.append(min(cuts[-1] + 1 + int(rng.lognormal(6, 1.7)), length))
-    return [[a, b, a, b, CAUSAL] for a, b in itertools.pairwise(cuts)]
-
-
-def prefix_and_windows(length: int, prefix: int = 128, window: int = 1024) -> list[list[int]]:
-    """All see the prefix; after it everybody sees the last `window` tokens."""
-    full = prefix + window
-    return [
-        [0, length, 0, prefix, FULL],
-        [prefix, full, prefix, full, CAUSAL],
-        [full, length, prefix + 1, length, BOTH],
-    ]
-
-
-def image_groups(length: int, every: int = 1500, size: int = 700) -> list[list[int]]:
-    """Causal text; the tokens of an image see each other both ways."""
-    slices = []
-    for start in range(0, length, every):
-        image = min(start + size, length)
-        end = min(start + every, length)
-        slices += [[start, image, 0, image, FULL], [image, end, 0, end, CAUSAL]]
-    return [s for s in slices if s[0] < s[1]]
-
-
 def test_the_masks_are_what_they_are_called():
     position = np.arange(40)
     causal = position <= position[:, None]
@@ -115,7 +85,7 @@ def test_the_masks_are_what_they_are_called():
 
 
 @pytest.mark.parametrize("length", [32768, 50000, 65536])
-@pytest.mark.parametrize("mask", [documents, prefix_and_windows, image_groups])
+@pytest.mark.parametrize("mask", MIXED_MASKS)
 def test_three_mixed_masks_are_balanced_within_five_per_cent(mask, length):
     """512-token chunks over 8 ranks; the whole sequence cut contiguously is far off."""
     slices = mask(length)

@@ -452,7 +452,10 @@ def test_r33_packed_padding_is_exactly_cp_times_lcm_of_two_and_the_multiple(leng
 
 
 def test_r42_features_of_visual_tokens_stay_with_their_tokens():
-    """Documents of 3 and 5 tokens over 2 ranks, zigzag in each: features scattered before the shard follow it."""
+    """Documents of 3 and 5 tokens over 2 ranks, zigzag in each: features scattered before the shard follow it.
+
+    And the gradient of each comes back to it.
+    """
     visual = np.array([[0, 1, 1, 1, 0, 0, 1, 1]], bool)
     features = np.zeros((1, 8, 2))
     features[visual] = np.arange(1, 11).reshape(5, 2)
@@ -472,6 +475,18 @@ def test_r42_features_of_visual_tokens_stay_with_their_tokens():
         order = np.cumsum(batch["visual"][0])[mine][local_visual] - 1  # which visual token of the whole batch
         np.testing.assert_array_equal(local_features[local_visual], features[visual][order])
         assert (local_features[~local_visual] == 0).all()
+
+    weights = jnp.arange(1.0, 1 + 2 * sharder.padded_length).reshape(1, -1, 2)
+
+    def loss(tower):
+        def body(tower):
+            full = jnp.zeros_like(weights).at[batch["visual"]].set(tower)
+            return jax.lax.psum((sharder.take_local(full) * sharder.take_local(weights)).sum(), "cp")
+
+        return jax.shard_map(body, mesh=mesh_of(2), in_specs=P(), out_specs=P(), axis_names={"cp"})(tower)
+
+    gradient = jax.jit(jax.grad(loss))(jnp.ones((5, 2)))
+    np.testing.assert_array_equal(gradient, weights[batch["visual"]])
 
 
 def attend(q, k, v, mask):

@@ -1,0 +1,1 @@
+"""Time, memory and balance of cpjax beside its peers: `python -m benchmarks --help`."""

@@ -1,0 +1,148 @@
+"""From a record to the model's input: tokens, labels and media."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from cpjax.models import family
+from cpjax.models.common.checkpoint import CONFIG, read_json
+from cpjax.shard import IGNORE
+from cpjax.train.data.images import image_size, load_image
+from cpjax.train.data.records import ImagePart, Record, RecordError, VideoPart
+from cpjax.train.data.template import ChatTemplate
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """The tokenizer, chat template and processor of a Hugging Face folder.
+
+    Attributes:
+        module: the model's family, see `cpjax.models.family`.
+        processor: of images and videos.
+        tokenizer: of text.
+        template: of chats.
+    """
+
+    module: Any
+    processor: Any
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str]) -> Encoder:
+        """Reads config.json, tokenizer.json, tokenizer_config.json, the chat template and the processors' files.
+
+        Raises:
+            ValueError: one of them is missing, damaged or unsupported.
+        """
+        path = pathlib.Path(folder)
+        module = family(str(read_json(path / CONFIG).get("model_type")))
+        if not (path / "tokenizer.json").is_file():
+            raise ValueError(f"{path} has no tokenizer.json: save it with transformers' fast tokenizer")
+        try:
+            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(f"{path / 'tokenizer.json'} is damaged ({error}): copy or download it again") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.post_processor = (
+            None  # it adds nothing to chats, but may take spaces from a token's place in the text
+        )
+        processor = module.Processor.from_folder(path)
+        if missing := [token for token in processor.placeholder_ids if tokenizer.id_to_token(token) is None]:
+            raise ValueError(
+                f"{path / 'tokenizer.json'} has no token {missing[0]}, which config.json names as a placeholder: use "
+                "the tokenizer that belongs to the model"
+            )
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        return cls(module, processor, tokenizer, ChatTemplate.from_folder(path, special))
+
+    def size(self, record: Record) -> tuple[int, int]:
+        """Number of tokens and of image patches; pictures are not decoded.
+
+        Raises:
+            RecordError: the record is broken.
+        """
+        plans = self._plans(record)
+        ids, _, repeats = self._tokens(record, self.template.render(record), plans, [])
+        return len(ids) + sum(repeats) - len(repeats), sum(int(np.prod(plan.grid)) for plan in plans)
+
+    def row(self, record: Record) -> Any:
+        """The family's `Row`, one document: labels are the assistant's tokens with the stop token, not yet shifted.
+
+        Raises:
+            RecordError: the record is broken.
+        """
+        plans = self._plans(record)
+        text = self.template.render(record)
+        ids, trained, repeats = self._tokens(record, text, plans, self.template.spans(record, text))
+        counts = np.ones(len(ids), int)
+        counts[np.isin(ids, self.processor.placeholder_ids)] = repeats
+        ids, trained = np.repeat(ids, counts), np.repeat(trained, counts)
+        pictures = (
+            [load_image(part if isinstance(part, ImagePart) else part.frames[frame], record.source)
+             for frame in plan.frames]
+            for part, plan in zip(record.media(), plans, strict=True)
+        )  # fmt: skip
+        media = [self.processor.media(plan, shown) for plan, shown in zip(plans, pictures, strict=True)]
+        return self.module.Row(ids, np.where(trained, ids, IGNORE), None, media)
+
+    def _plans(self, record: Record) -> list[Any]:
+        """What each image and video of the record will be."""
+        plans = []
+        for part in record.media():
+            frames = part.frames if isinstance(part, VideoPart) else (part,)
+            height, width = image_size(frames[0], record.source)
+            try:
+                if isinstance(part, VideoPart):
+                    plans.append(self.processor.plan_video(len(frames), height, width, part.fps))
+                else:
+                    plans.append(self.processor.plan_image(height, width))
+            except ValueError as error:
+                raise RecordError("unfit image", f"{record.source}: {error}") from None
+        return plans
+
+    def _tokens(
+        self, record: Record, text: str, plans: Sequence[Any], spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Token ids with one placeholder per frame, whether each lies in a span, and how often each is repeated."""
+        for token in self.processor.placeholder_ids:
+            placeholder = str(self.tokenizer.id_to_token(token))
+            if any(placeholder in message.text for message in record.messages):
+                raise RecordError(
+                    "placeholder in text", f"{record.source} has {placeholder} in its text: it may stand for media only"
+                )
+        pieces, at = [], 0
+        moved = [(0, 0)]  # from there on, text is moved by so much
+        for plan in plans:
+            mark, shown = self.processor.text(plan, self.tokenizer.id_to_token)
+            found = text.find(mark, at)
+            if found < 0:
+                raise RecordError(
+                    f"wrong {plan.modality} count",
+                    f"{record.source} has {len(plans)} images and videos, but the chat template does not show all of "
+                    "them: use the template of a vision-language model, and put them into user turns",
+                )
+            pieces += [text[at:found], shown]
+            at = found + len(mark)
+            moved.append((at, moved[-1][1] + len(shown) - len(mark)))
+        encoding = self.tokenizer.encode("".join([*pieces, text[at:]]), add_special_tokens=False)
+        ids, offsets = np.array(encoding.ids, int), np.array(encoding.offsets, int).reshape(-1, 2)
+        trained = np.zeros(len(ids), bool)
+        starts, shifts = np.array(moved).T
+        for span in spans:
+            first, end = np.array(span) + shifts[np.searchsorted(starts, span, side="right") - 1]
+            trained |= (offsets[:, 1] > first) & (offsets[:, 0] < end)
+        repeats = [count for plan in plans for count in self.processor.tokens(plan)]
+        if np.isin(ids, self.processor.placeholder_ids).sum() != len(repeats):
+            raise RecordError(
+                "wrong image count", f"{record.source} has {len(repeats)} frames, but the chat template shows others"
+            )
+        return ids, trained, repeats

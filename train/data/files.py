@@ -1,0 +1,209 @@
+"""Files of records, opened for access by number: JSONL, JSON, parquet, and folders of `datasets.save_to_disk`."""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import functools
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cpjax.train.data.records import Record, RecordError, parse_record
+
+
+class RecordFile(abc.ABC):
+    """The records of one file, by number.
+
+    Attributes:
+        path: the file or folder.
+        folder: where the paths in its records begin.
+    """
+
+    def __init__(self, path: pathlib.Path, folder: pathlib.Path):
+        self.path, self.folder = path, folder
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of records, broken ones too."""
+
+    @abc.abstractmethod
+    def value(self, index: int) -> Any:
+        """The record as the file holds it."""
+
+    @abc.abstractmethod
+    def source(self, index: int) -> str:
+        """ "file:line", or what comes nearest to it."""
+
+    def __getitem__(self, index: int) -> Record:
+        """The record in its normal form.
+
+        Raises:
+            RecordError: it is broken.
+        """
+        return parse_record(self.value(index), self.source(index), self.folder)
+
+
+def open_records(path: str | pathlib.Path) -> RecordFile:
+    """Opens a file of records by its name's ending, or a folder of `datasets.save_to_disk`.
+
+    Raises:
+        ValueError: no such file, or not a file of records.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return _ArrowFolder(path)
+    kinds: dict[str, Callable[[pathlib.Path], RecordFile]] = {
+        ".jsonl": _JsonLines, ".json": _JsonList, ".parquet": _Parquet,
+    }  # fmt: skip
+    if path.suffix not in kinds:
+        raise ValueError(f"{path} is no file of records: give .jsonl, .json, .parquet, or a folder of save_to_disk")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the path of a file of records")
+    return kinds[path.suffix](path)
+
+
+class Records(Sequence[Record]):
+    """The records of several files, one after another."""
+
+    def __init__(self, paths: Sequence[str | pathlib.Path]):
+        """Raises ValueError for a path that cannot be opened, or when there is no record at all."""
+        self.files = [open_records(path) for path in paths]
+        self.ends = list(itertools.accumulate(map(len, self.files)))
+        if not self.ends or not self.ends[-1]:
+            raise ValueError(f"there is no record in {', '.join(map(str, paths)) or 'no files'}: give files with some")
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raises RecordError for a broken record."""
+        number = bisect.bisect_right(self.ends, index)
+        return self.files[number][index - ([0, *self.ends][number])]
+
+
+class _JsonLines(RecordFile):
+    """One object a line; empty lines are passed over."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path, path.parent)
+        starts, lines, at = [], [], 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    starts.append(at)
+                    lines.append(number)
+                at += len(line)
+        self.starts, self.lines = np.array(starts, np.int64), np.array(lines, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def value(self, index: int) -> Any:
+        with self.path.open("rb") as file:
+            file.seek(self.starts[index])
+            line = file.readline()
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise RecordError("bad JSON", f"{self.source(index)} is not valid JSON ({error}): mend the line") from None
+
+    def source(self, index: int) -> str:
+        return f"{self.path}:{self.lines[index]}"
+
+
+class _JsonList(RecordFile):
+    """One list of objects, as LLaVA's files are."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path, path.parent)
+        try:
+            self.values = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is not valid JSON ({error}): mend it, or name it .jsonl if it has lines"
+            ) from None
+        if not isinstance(self.values, list):
+            raise ValueError(f"{path} holds {type(self.values).__name__}: it must be a list of records")
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def value(self, index: int) -> Any:
+        return self.values[index]
+
+    def source(self, index: int) -> str:
+        return f"{self.path}:[{index}]"
+
+
+class _Parquet(RecordFile):
+    """Rows of a parquet file; a few row groups are kept in memory."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path, path.parent)
+        pyarrow = _pyarrow(path)
+        try:
+            metadata = pyarrow.parquet.read_metadata(path)
+        except pyarrow.ArrowInvalid:
+            raise ValueError(f"{path} is not a parquet file: copy or download it again") from None
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self.ends = list(itertools.accumulate(sizes))
+        # Each call opens the file, since a reader may not be shared by threads.
+        self.group = functools.lru_cache(maxsize=4)(lambda n: pyarrow.parquet.ParquetFile(path).read_row_group(n))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def value(self, index: int) -> Any:
+        number = bisect.bisect_right(self.ends, index)
+        first = index - ([0, *self.ends][number])
+        return self.group(number).slice(first, 1).to_pylist()[0]
+
+    def source(self, index: int) -> str:
+        return f"{self.path}:row {index}"
+
+
+class _ArrowFolder(RecordFile):
+    """A folder of `datasets.save_to_disk`: arrow streams, mapped into memory."""
+
+    def __init__(self, path: pathlib.Path):
+        super().__init__(path, path)
+        if (path / "dataset_dict.json").is_file():
+            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+            raise ValueError(f"{path} holds the splits {', '.join(splits)}: give the folder of one of them")
+        if not (path / "state.json").is_file():
+            raise ValueError(
+                f"{path} is a folder without state.json: give one that datasets.save_to_disk wrote, or a file"
+            )
+        state = json.loads((path / "state.json").read_text())
+        pyarrow = _pyarrow(path)
+        try:
+            tables = [
+                pyarrow.ipc.open_stream(pyarrow.memory_map(str(path / file["filename"]))).read_all()
+                for file in state["_data_files"]
+            ]
+        except (pyarrow.ArrowInvalid, FileNotFoundError, KeyError) as error:
+            raise ValueError(f"{path} is damaged ({error}): save it again with datasets.save_to_disk") from None
+        self.table = pyarrow.concat_tables(tables)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def value(self, index: int) -> Any:
+        return self.table.slice(index, 1).to_pylist()[0]
+
+    def source(self, index: int) -> str:
+        return f"{self.path}:row {index}"
+
+
+def _pyarrow(path: pathlib.Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f"{path} needs pyarrow to be read: pip install 'cpjax[parquet]'") from None
+    return pyarrow
