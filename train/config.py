@@ -68,8 +68,10 @@ class MeshConfig:
     """Parts that parameters and optimizer state are split into, in devices; each gets its own rows of the batch."""
     cp: int = 4
     """Parts that every sequence is split into, in devices."""
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which tokens a device owns: zigzag balances causal attention, contiguous is one run of tokens."""
+    layout: Literal["zigzag", "contiguous", "striped", "packed"] = "zigzag"
+    """Which tokens a device owns: zigzag balances causal attention over a row; packed over every document by itself,
+    all in one row, so that dp and fsdp must be 1; striped deals tokens out in turn; contiguous is one run. Under packed
+    and striped, tokens change places before and after linear attention."""
     transport: Literal["ring", "allgather", "ulysses", "ring_ulysses", "auto"] = "ring"
     """How keys and values reach the other devices: passed round a ring, gathered at once, exchanged for heads (which cp
     must divide), or both; auto takes the least expensive one."""
@@ -203,6 +205,12 @@ class Config:
             self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")
         self._check("optimizer.betas", all(0 <= beta < 1 for beta in self.optimizer.betas), "two numbers in [0, 1)")
         rows = self.mesh.dp * self.mesh.fsdp * self.run.accumulate
+        self._check(
+            "mesh.layout",
+            self.mesh.layout != "packed" or rows == 1,
+            f"zigzag, contiguous or striped with mesh.dp x mesh.fsdp x run.accumulate {rows}, as packed documents are a "
+            "single row",
+        )
         self._check(
             "run.batch_size",
             self.run.batch_size % rows == 0,

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained
-from cpjax.shard import Layout, Sharder, layout_from_name, make_batch
+from cpjax.shard import Layout, Packed, Sharder, layout_from_name, make_batch
 from cpjax.train import digits
 from cpjax.train.config import DataConfig
 from cpjax.train.devices import set_up_devices
@@ -40,8 +40,10 @@ def host_batch(
     """Documents as a padded host batch; its shapes depend on the options alone, so that a step compiles once."""
     module = family(model_config.model_type)
     rows = [document.row for document in documents]
-    batch = module.prepare(model_config, rows, length=digits.length(data), num_patches=digits.num_patches(data))
-    return make_batch(batch, layout, streams=module.STREAMS)
+    length = digits.length(data)
+    batch = module.prepare(model_config, rows, length=length, num_patches=digits.num_patches(data))
+    padded_length = layout.pad_length(length) * (len(rows) if isinstance(layout, Packed) else 1)
+    return make_batch(batch, layout, streams=module.STREAMS, padded_length=padded_length)
 
 
 def ask(
@@ -59,6 +61,8 @@ def ask(
     """
     batch, sharder = host_batch(model_config, data, documents, layout)
     predicted = np.asarray(predict(place_batch(batch, mesh), sharder))
+    if sharder.places is not None:  # one row of all documents
+        predicted = predicted[0, sharder.places].reshape(len(documents), -1)
     return [
         [predicted[row, question.answer - 1] for question in document.questions]
         for row, document in enumerate(documents)

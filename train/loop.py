@@ -116,7 +116,7 @@ def train(config: Config, devices: str) -> int:
         f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
     say(f"data        {digits.describe(config.data)}")
     parts = f", in {run.accumulate} parts" if run.accumulate > 1 else ""
-    say(f"step        {run.batch_size} documents, {run.batch_size * sharder.padded_length:,} tokens{parts}")
+    say(f"step        {run.batch_size} documents, {batch['input_ids'].size:,} tokens{parts}")
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
     say(f"run         steps {first + 1} to {run.steps}, seed {run.seed}, into {out}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from cpjax.models.common.layers import (
 from cpjax.models.qwen3_5.config import LINEAR, Config, TextConfig
 from cpjax.models.qwen3_5.vision import Vision
 from cpjax.recurrence import causal_conv, gated_delta_rule
-from cpjax.shard import Sharder
+from cpjax.shard import Sharder, convert
 
 RESIDUAL_SCALE = 0.1
 """Fresh layers write to the residual stream at a tenth of its scale: at the start a token is mostly itself."""
@@ -165,9 +166,18 @@ class LayerGroup(nnx.Module):
         types = config.types[: config.period]
         self.slots = nnx.List([DecoderLayer(config, kind, dtype=dtype, rngs=rngs) for kind in types])
 
-    def __call__(self, x: jax.Array, local: Local) -> jax.Array:
-        for layer in self.slots:
-            x = layer(x, local)
+    def __call__(self, x: jax.Array, local: Local, runs: Local) -> jax.Array:
+        """x [B, L, E] -> [B, L, E], in the order of `local`.
+
+        A state wants runs of consecutive tokens: where the layout has none, each stretch of linear layers, norms and
+        MLPs included, works on the order of `runs`. So a stretch takes one exchange in and one out, however long it is.
+        """
+        for linear, layers in itertools.groupby(self.slots, lambda layer: isinstance(layer.mixer, GatedDeltaNet)):
+            order = runs if linear else local
+            x = convert(x, local.sharder, order.sharder)
+            for layer in layers:
+                x = layer(x, order)
+            x = convert(x, order.sharder, local.sharder)
         return x
 
 
@@ -213,8 +223,10 @@ class Qwen3_5(nnx.Module):
 
         Args:
             batch: input_ids, padding_mask, document_ids [B, T], position_ids [3, B, T] and, with images or video, the
-                vision streams and vision_index [B, T] (see `prepare`).
-            sharder: layout and lengths.
+                vision streams and vision_index [B, T] (see `prepare`). Where the sharder flattened the rows, the
+                token streams are one row [1, T], and the vision streams are still those of the rows.
+            sharder: layout and lengths. Under a layout that holds no runs (striped, packed, dispatched), linear layers
+                work in contiguous order, see `LayerGroup`.
             transport: of attention's keys and values, see `cpjax.attention.attention`.
             dtype: of activations and matrix products; None: that of the token embeddings.
             remat: what the backward pass computes anew, see `scan_layers`.
@@ -223,20 +235,28 @@ class Qwen3_5(nnx.Module):
         hidden = table[batch["input_ids"]].astype(dtype or table.dtype)
         if "pixel_values" in batch:
             features = self.visual(batch, hidden.dtype, remat)
-            index = batch["vision_index"][..., None]
+            index = batch["vision_index"]
+            if sharder.rows > 1:
+                row = sharder.sources() // (sharder.length // sharder.rows)
+                index = jnp.where(index < 0, -1, index + row * features.shape[1])
+                features = features.reshape(1, -1, features.shape[2])
+            index = index[..., None]
             spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
             hidden = jnp.where(index >= 0, spliced, hidden)
         hidden = sharder.take_local(hidden)
+        local = self._local(batch, sharder, transport, hidden.dtype)
+        runs = local if sharder.layout.runs else self._local(batch, sharder.contiguous(), transport, hidden.dtype)
+        return self.norm(scan_layers(self.layers, hidden, local, runs, remat=remat))
 
+    def _local(self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str, dtype: Any) -> Local:
         positions = sharder.take_local(batch["position_ids"], axis=2)
-        local = Local(
-            angles=_mrope_angles(self.config.text, positions, jnp.promote_types(hidden.dtype, jnp.float32)),
+        return Local(
+            angles=_mrope_angles(self.config.text, positions, jnp.promote_types(dtype, jnp.float32)),
             document_ids=sharder.take_local(batch["document_ids"]),
             padding_mask=sharder.take_local(batch["padding_mask"]),
             sharder=sharder,
             transport=transport,
         )
-        return self.norm(scan_layers(self.layers, hidden, local, remat=remat))
 
     def head(self) -> jax.Array:
         """The matrix from hidden states to logits, [E, V]."""

@@ -54,7 +54,7 @@ def test_equal_to_numpy(where, widths, heads, streams, form):
 
 
 def test_bfloat16_is_as_near_as_the_dense_run():
-    """Invariant I1: at most twice as far from float64 as blocks in plain XLA, which round where dense attention does."""
+    """Invariant I1: at most twice as far from float64 as blocks in plain XLA, which round like dense attention."""
     p = case_problem((32, 32), (4, 2), "documents")
     exact = solve_numpy(p)
     distances = {

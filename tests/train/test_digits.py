@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from cpjax.shard import IGNORE
+from cpjax.mesh import make_mesh
+from cpjax.shard import IGNORE, layout_from_name
 from cpjax.train import digits
-from cpjax.train.config import DataConfig
+from cpjax.train.config import DataConfig, ModelConfig
+from cpjax.train.evaluate import accuracies, ask, count_right
 
 DATA = DataConfig()
 
@@ -81,3 +83,20 @@ def test_a_document_depends_on_its_own_arguments_alone():
 def test_documents_that_cannot_be_written_are_refused(data):
     with pytest.raises(ValueError, match=r"--data\.\w+ is \d+"):
         digits.documents(data, 0, 0, 1, "train")
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "packed"])
+def test_answers_are_looked_up_where_the_layout_put_the_documents(layout):
+    """What predicts the token that does come next is right in every answer; all batches have the same shapes."""
+    data, shapes = DataConfig(images=8, tokens=205), set()
+
+    def next_token(batch, sharder):
+        shapes.add((batch["input_ids"].shape, sharder.padded_length))
+        return np.roll(batch["input_ids"], -1, axis=1)
+
+    config, mesh = digits.model_config(ModelConfig()), make_mesh(cp=4)
+    for step in range(3):
+        documents = digits.documents(data, 0, step, 2, "held_out")
+        answers = ask(next_token, config, data, documents, layout_from_name(layout, 4), mesh)
+        assert accuracies(count_right(documents, answers))["held_out_accuracy"] == 1
+    assert shapes == {((1, 416), 416) if layout == "packed" else ((2, 208), 208)}
