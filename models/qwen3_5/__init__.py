@@ -1,6 +1,7 @@
 """Dense Qwen3.5 vision-language models (Qwen3_5ForConditionalGeneration)."""
 
 from cpjax.models.qwen3_5.config import Config, TextConfig, VisionConfig
+from cpjax.models.qwen3_5.decode import decode, prefill
 from cpjax.models.qwen3_5.model import Qwen3_5
 from cpjax.models.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
 from cpjax.models.qwen3_5.weights import DROPPED, weights
@@ -8,6 +9,6 @@ from cpjax.models.qwen3_5.weights import DROPPED, weights
 Model = Qwen3_5
 
 __all__ = [
-    "DROPPED", "STREAMS", "Config", "Media", "Model", "Qwen3_5", "Row", "TextConfig", "VisionConfig", "patchify",
-    "prepare", "weights",
+    "DROPPED", "STREAMS", "Config", "Media", "Model", "Qwen3_5", "Row", "TextConfig", "VisionConfig", "decode",
+    "patchify", "prefill", "prepare", "weights",
 ]  # fmt: skip
