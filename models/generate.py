@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.models import family
+from cpjax.models.common.cached import constrain, split_rows
 
 MIN_LENGTH = 64
 """Prompts are padded to this many tokens, or twice, four times ... as many."""
@@ -34,9 +36,11 @@ def generate(
     """Goes on with each prompt, reading its own tokens, until a stop token or `max_new_tokens`.
 
     Prompts of about the same length are put in one batch. A program is compiled for each padded length and number of
-    image patches, both rounded up to powers of two. What a prompt gives does not depend on the batch it is in.
+    image patches, both rounded up to powers of two. What a prompt gives depends on the batch it is in by
+    rounding alone.
 
-    Every device reads whole prompts: rows, not tokens, are split over all axes of the mesh, cp too.
+    Every device reads whole prompts: rows, not tokens, are split over all axes of the mesh, cp too. All processes give
+    the same rows and get all texts.
 
     Args:
         model: of any family.
@@ -70,11 +74,11 @@ def generate(
 
     graphdef, params = nnx.split(model)
     stops = np.asarray(stop_tokens, np.int32)
-    shape = np.asarray([temperature, top_p], np.float32) if temperature else None
+    draw = np.asarray([temperature, top_p], np.float32) if temperature else None
     out: list[list[int]] = [[] for _ in rows]
     for numbers, batch in zip(groups, batches, strict=True):
-        placed = _place(batch, mesh)
-        tokens = _generate(params, placed, stops, shape, seed, graphdef=graphdef, count=max_new_tokens, mesh=mesh)
+        with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+            tokens = _generate(params, _place(batch, mesh), stops, draw, seed, graphdef=graphdef, count=max_new_tokens)
         for number, row in zip(numbers, np.asarray(tokens).tolist(), strict=False):  # without those that fill up
             ends = [i for i, token in enumerate(row) if token in stop_tokens]
             out[number] = row[: ends[0] + 1] if ends else row
@@ -123,34 +127,33 @@ def _place(batch: Mapping[str, tuple[np.ndarray, int]], mesh: Mesh | None) -> di
     }
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "count", "mesh"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "count"))
 def _generate(
     params: Any,
     batch: dict[str, jax.Array],
     stops: jax.Array,
-    shape: jax.Array | None,
+    draw: jax.Array | None,
     seed: int,
     *,
     graphdef: nnx.GraphDef,
     count: int,
-    mesh: Mesh | None,
 ) -> jax.Array:
     """int32 [B, count], the new tokens; unspecified behind a stop token.
 
     Args:
-        shape: temperature and top_p; None takes the most likely token.
+        draw: temperature and top_p; None takes the most likely token.
     """
     model = nnx.merge(graphdef, params)
     module = family(model.config.model_type)
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(batch["numbers"])
 
     def choose(hidden: jax.Array, step: jax.Array | int) -> jax.Array:
-        logits = model.logits(hidden)
+        logits = split_rows(model.logits(hidden))
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        if shape is None:
+        if draw is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         now = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-        return jax.vmap(sample, (0, 0, None, None))(now, logits, *shape)
+        return jax.vmap(sample, (0, 0, None, None))(now, logits, *draw)
 
     def more(carry: Any) -> jax.Array:
         step, _, done, *_ = carry
@@ -167,7 +170,7 @@ def _generate(
     out = jnp.zeros((len(tokens), count), jnp.int32).at[:, 0].set(tokens)
     carry = jnp.asarray(1, jnp.int32), tokens, jnp.isin(tokens, stops), out, cache
     out = jax.lax.while_loop(more, step_on, carry)[3]
-    return out if mesh is None else jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P()))
+    return constrain(out, P())
 
 
 def sample(key: jax.Array, logits: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 
 def prefill_layers(
@@ -15,11 +16,18 @@ def prefill_layers(
 ) -> tuple[jax.Array, Any]:
     """Applies the copies of `stack_layers` one after another, and stacks what each keeps.
 
+    Under a mesh (`jax.set_mesh`) rows are split over all of its axes and the weights of a layer are gathered.
+
     Args:
-        apply: (layer, hidden) -> (hidden, kept).
+        hidden: [B, ...].
+        apply: (layer, hidden) -> (hidden, kept), kept [B, ...].
     """
     graph, stacked = nnx.split(layers)
-    return jax.lax.scan(lambda hidden, params: apply(nnx.merge(graph, params), hidden), hidden, stacked)
+
+    def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+        return split_rows(apply(nnx.merge(graph, constrain(params, P())), hidden))
+
+    return jax.lax.scan(body, split_rows(hidden), stacked)
 
 
 def decode_layers(
@@ -31,7 +39,8 @@ def decode_layers(
     """Applies the copies of `stack_layers` one after another, each of which changes its part of what is kept.
 
     All that is kept goes from layer to layer, so that XLA changes it in place: a cache as long as the context is not
-    copied for every token.
+    copied for every token. Under a mesh it stays split by rows; weights may stay where they are, as the hidden states
+    of one token are less to send.
 
     Args:
         kept: as of `prefill_layers`, layers along the first axes.
@@ -42,6 +51,19 @@ def decode_layers(
 
     def body(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
         params, number = layer
-        return apply(nnx.merge(graph, params), *carry, number), None
+        hidden, kept = apply(nnx.merge(graph, params), *carry, number)
+        return (hidden, split_rows(kept, 1)), None
 
     return jax.lax.scan(body, (hidden, kept), (stacked, jnp.arange(count)))[0]
+
+
+def split_rows(tree: Any, axis: int = 0) -> Any:
+    """The arrays with their rows, along `axis`, split over all axes of the mesh, if there is one in context."""
+    return constrain(tree, P(*[None] * axis, jax.sharding.get_abstract_mesh().axis_names))
+
+
+def constrain(tree: Any, spec: P) -> Any:
+    """The arrays laid out like this on the mesh, if there is one in context."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)

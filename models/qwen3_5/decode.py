@@ -24,7 +24,7 @@ from cpjax.recurrence import causal_conv, continue_gated_delta_rule
 from cpjax.shard import Identity, make_sharder
 
 Kept = tuple[jax.Array, jax.Array]
-"""What a layer keeps, layers of a stack along the first axis G. Full attention: keys and values [G, B, C, K, D].
+"""What a layer keeps, layers of a stack along the first axis G. Full attention: keys and values [G, B, K, C, D].
 Linear attention: the last W - 1 inputs of the convolution [G, B, W - 1, channels], and the state [G, B, H, Dk, Dv]."""
 
 
@@ -133,7 +133,7 @@ def _layer(
 
 def _prefill_attention(mixer: GatedAttention, x: jax.Array, *, local: Local, room: int) -> tuple[jax.Array, Kept]:
     q, k, v, gate = mixer.project(x, local.angles)
-    keys, values = (jnp.pad(t, [(0, 0), (0, room), (0, 0), (0, 0)]) for t in (k, v))
+    keys, values = (jnp.pad(t.swapaxes(1, 2), [(0, 0), (0, 0), (0, room), (0, 0)]) for t in (k, v))
     return mixer.finish(mixer.attend(q, k, v, local), gate), (keys, values)
 
 
@@ -149,7 +149,7 @@ def _decode_attention(
 ) -> tuple[jax.Array, Kept]:
     q, k, v, gate = mixer.project(x, angles)
     keys, values = kept
-    keys, values = keys.at[number, :, slot].set(k[:, 0]), values.at[number, :, slot].set(v[:, 0])
+    keys, values = keys.at[number, :, :, slot].set(k[:, 0]), values.at[number, :, :, slot].set(v[:, 0])
     out = cached_attention(q[:, 0], keys[number], values[number], readable=readable)
     return mixer.finish(out[:, None], gate), (keys, values)
 

@@ -18,7 +18,7 @@ def test_the_last_token_of_dense_attention():
         readable = np.stack([slots < 7, (slots >= 2) & (slots < 5)])
         k = k.at[~readable].set(np.inf)
         v = v.at[~readable].set(1e9)
-        got = jax.jit(cached_attention)(q[:, -1], k, v, readable=readable)
+        got = jax.jit(cached_attention)(q[:, -1], k.swapaxes(1, 2), v.swapaxes(1, 2), readable=readable)
         dense = jax.jit(functools.partial(dense_attention, mask=Mask(causal=True)))
         for row, mask in enumerate(readable):
             kept = np.flatnonzero(mask)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from cpjax.mesh import make_mesh
 from cpjax.models import generate as module
+from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.models.generate import generate, sample
 from cpjax.models.qwen3_5 import STREAMS, Media, Row, decode, prefill, prepare
 from cpjax.shard import Identity, make_batch
@@ -117,6 +118,22 @@ def test_decoding_equals_the_full_forward_in_float64():
         np.testing.assert_array_equal(new, wanted.argmax(-1))
 
 
+def test_bfloat16_keeps_states_in_float32():
+    graph, params = nnx.split(small_model())
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    prompt = {name: array for name, (array, _) in module._host_batch(small_model(), [Row([1, 2])], [0]).items()}
+
+    def two_tokens(params):
+        model = nnx.merge(graph, params)
+        hidden, cache = prefill(model, prompt, 1)
+        return hidden, cache, decode(model, jnp.argmax(model.logits(hidden), -1), cache)
+
+    hidden, cache, (next_hidden, next_cache) = jax.eval_shape(two_tokens, params)
+    assert hidden.dtype == next_hidden.dtype == jnp.bfloat16
+    assert [[x.dtype.name for x in kept] for kept in cache.kept] == [["bfloat16", "float32"], ["bfloat16"] * 2]
+    assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, next_cache)
+
+
 def test_draws_depend_on_seed_and_row_alone():
     """Not on the batch, the other prompts, or the mesh, over whose devices rows are split."""
     model, prompt, other = small_model(), Row([3, 1, 4, 1, 5]), Row([9, 2, 6])
@@ -128,6 +145,21 @@ def test_draws_depend_on_seed_and_row_alone():
     assert generate(model, [prompt] * 2, 10, seed=1, **options)[0] != first[0]
     mesh = make_mesh(fsdp=2, cp=2)
     assert generate(model, [prompt] * 3, 10, mesh=mesh, **options) == first
+
+
+def test_the_cache_is_split_by_rows_and_changed_in_place():
+    """Of the compiled program: beside its part of keys and values a device holds less than as much again."""
+    count, rows, mesh = 4096, [Row([1, 2, 3])] * 4, make_mesh(fsdp=2, cp=2)
+    graph, params = nnx.split(small_model())
+    params = jax.tree.map(lambda x: jax.device_put(x, parameter_sharding(mesh, x.shape)), params)
+    with jax.set_mesh(mesh):
+        batch = module._place(module._host_batch(small_model(), rows, range(4)), mesh)
+        stops = jnp.zeros(1, jnp.int32)
+        program = module._generate.lower(params, batch, stops, None, 0, graphdef=graph, count=count).compile()
+    text = small_model().config.text
+    layers = text.types.count("full_attention")
+    share = layers * 2 * (module.MIN_LENGTH + count) * text.num_key_value_heads * text.head_dim * 4
+    assert program.memory_analysis().temp_size_in_bytes < 2 * share
 
 
 def test_draws_follow_the_probabilities_of_the_most_likely_tokens():
