@@ -32,12 +32,12 @@ def generate(
     seed: int = 0,
     batch_size: int = 8,
     mesh: Mesh | None = None,
+    dtype: Any = None,
 ) -> list[list[int]]:
     """Goes on with each prompt, reading its own tokens, until a stop token or `max_new_tokens`.
 
     Prompts of about the same length are put in one batch. A program is compiled for each padded length and number of
-    image patches, both rounded up to powers of two. What a prompt gives depends on the batch it is in by
-    rounding alone.
+    image patches, both rounded up to powers of two. What a prompt gives depends on its batch by rounding alone.
 
     Every device reads whole prompts: rows, not tokens, are split over all axes of the mesh, cp too. All processes give
     the same rows and get all texts.
@@ -52,6 +52,7 @@ def generate(
         seed: of the draws; those of a row depend on it and the row's number alone.
         batch_size: prompts that are read together, at most; a multiple of the number of devices.
         mesh: where the parameters are, None for the default device.
+        dtype: to compute in, None for that of the parameters.
 
     Returns:
         The new tokens of each row, up to and with its stop token.
@@ -78,7 +79,9 @@ def generate(
     out: list[list[int]] = [[] for _ in rows]
     for numbers, batch in zip(groups, batches, strict=True):
         with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-            tokens = _generate(params, _place(batch, mesh), stops, draw, seed, graphdef=graphdef, count=max_new_tokens)
+            tokens = _generate(
+                params, _place(batch, mesh), stops, draw, seed, graphdef=graphdef, count=max_new_tokens, dtype=dtype
+            )
         for number, row in zip(numbers, np.asarray(tokens).tolist(), strict=False):  # without those that fill up
             ends = [i for i, token in enumerate(row) if token in stop_tokens]
             out[number] = row[: ends[0] + 1] if ends else row
@@ -127,7 +130,7 @@ def _place(batch: Mapping[str, tuple[np.ndarray, int]], mesh: Mesh | None) -> di
     }
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "count"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "count", "dtype"))
 def _generate(
     params: Any,
     batch: dict[str, jax.Array],
@@ -137,6 +140,7 @@ def _generate(
     *,
     graphdef: nnx.GraphDef,
     count: int,
+    dtype: Any = None,
 ) -> jax.Array:
     """int32 [B, count], the new tokens; unspecified behind a stop token.
 
@@ -165,7 +169,7 @@ def _generate(
         tokens = choose(hidden, step)
         return step + 1, tokens, done | jnp.isin(tokens, stops), out.at[:, step].set(tokens), cache
 
-    hidden, cache = module.prefill(model, batch, count - 1)
+    hidden, cache = module.prefill(model, batch, count - 1, dtype)
     tokens = choose(hidden, 0)
     out = jnp.zeros((len(tokens), count), jnp.int32).at[:, 0].set(tokens)
     carry = jnp.asarray(1, jnp.int32), tokens, jnp.isin(tokens, stops), out, cache

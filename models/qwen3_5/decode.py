@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,18 +49,21 @@ class Cache:
     position: jax.Array
 
 
-def prefill(model: Qwen3_5, batch: Mapping[str, jax.Array], room: int) -> tuple[jax.Array, Cache]:
+def prefill(model: Qwen3_5, batch: Mapping[str, jax.Array], room: int, dtype: Any = None) -> tuple[jax.Array, Cache]:
     """Reads prompts.
 
     Args:
         batch: as of `Qwen3_5.__call__`, but each row padded at its front, so that all end in the last column; T tokens
             are at least the width of the convolution. Of several documents in a row, the last one goes on.
         room: tokens to come that the cache shall hold.
+        dtype: of activations, keys and values; None: that of the parameters.
 
     Returns:
         The final hidden state of each row's last token, [B, E], and the cache.
     """
-    hidden, local = model.enter(batch, make_sharder(batch["input_ids"].shape[1], Identity()))
+    sharder = make_sharder(batch["input_ids"].shape[1], Identity())
+    hidden = model.embed(batch, sharder, dtype)
+    local = model.local(batch, sharder, "ring", hidden.dtype)
     apply = functools.partial(_prefill_group, local=local, room=room)
     hidden, kept = prefill_layers(model.layers, hidden, apply)
     cache = Cache(
@@ -77,7 +81,7 @@ def decode(model: Qwen3_5, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, 
     Returns:
         Its final hidden state [B, E], and the cache with it.
     """
-    hidden = model.embed_tokens[...][tokens][:, None]
+    hidden = model.embed_tokens[...][tokens][:, None].astype(cache.kept[0][0].dtype)
     positions = jnp.broadcast_to(cache.position[:, None], (3, len(tokens), 1))
     angles = mrope_angles(model.config.text, positions, jnp.promote_types(hidden.dtype, jnp.float32))
     readable = cache.readable.at[:, cache.slot].set(True)

@@ -231,23 +231,29 @@ class Qwen3_5(nnx.Module):
             sharder: layout and lengths.
             transport: of attention's keys and values, see `cpjax.attention.attention`.
         """
-        return self.norm(scan_layers(self.layers, *self.enter(batch, sharder, transport)))
+        hidden = self.embed(batch, sharder)
+        return self.norm(scan_layers(self.layers, hidden, self.local(batch, sharder, transport, hidden.dtype)))
 
-    def enter(
-        self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str = "ring"
-    ) -> tuple[jax.Array, Local]:
-        """What enters the layers: the embeddings of this rank's tokens, images spliced in, and their `Local`."""
-        hidden = self.embed_tokens[...][batch["input_ids"]]
+    def embed(self, batch: Mapping[str, jax.Array], sharder: Sharder, dtype: Any = None) -> jax.Array:
+        """What enters the layers: the embeddings of this rank's tokens with images spliced in, [B, L, E].
+
+        Args:
+            dtype: of the result, and with it of all that follows; None: that of the parameters.
+        """
+        table = self.embed_tokens[...]
+        hidden = table[batch["input_ids"]].astype(dtype or table.dtype)
         if "pixel_values" in batch:
             features = self.visual(batch).astype(hidden.dtype)
             index = batch["vision_index"][..., None]
             spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
             hidden = jnp.where(index >= 0, spliced, hidden)
-        hidden = sharder.take_local(hidden)
+        return sharder.take_local(hidden)
 
+    def local(self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str, dtype: Any) -> Local:
+        """What the layers read beside hidden states of this dtype."""
         positions = sharder.take_local(batch["position_ids"], axis=2)
-        return hidden, Local(
-            angles=mrope_angles(self.config.text, positions, jnp.promote_types(hidden.dtype, jnp.float32)),
+        return Local(
+            angles=mrope_angles(self.config.text, positions, jnp.promote_types(dtype, jnp.float32)),
             document_ids=sharder.take_local(batch["document_ids"]),
             padding_mask=sharder.take_local(batch["padding_mask"]),
             sharder=sharder,

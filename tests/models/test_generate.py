@@ -120,12 +120,11 @@ def test_decoding_equals_the_full_forward_in_float64():
 
 def test_bfloat16_keeps_states_in_float32():
     graph, params = nnx.split(small_model())
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     prompt = {name: array for name, (array, _) in module._host_batch(small_model(), [Row([1, 2])], [0]).items()}
 
     def two_tokens(params):
         model = nnx.merge(graph, params)
-        hidden, cache = prefill(model, prompt, 1)
+        hidden, cache = prefill(model, prompt, 1, jnp.bfloat16)
         return hidden, cache, decode(model, jnp.argmax(model.logits(hidden), -1), cache)
 
     hidden, cache, (next_hidden, next_cache) = jax.eval_shape(two_tokens, params)
