@@ -24,7 +24,8 @@ _FAMILIES = {
 def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
-    Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`.
+    Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
+    and for `cpjax.models.generate` a `prefill` and a `decode`.
 
     Raises:
         ValueError: no such family.

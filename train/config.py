@@ -208,8 +208,8 @@ class Config:
         self._check(
             "mesh.layout",
             self.mesh.layout != "packed" or rows == 1,
-            f"zigzag, contiguous or striped with mesh.dp x mesh.fsdp x run.accumulate {rows}, as packed documents are a "
-            "single row",
+            f"zigzag, contiguous or striped with mesh.dp x mesh.fsdp x run.accumulate {rows}, as packed documents are "
+            "a single row",
         )
         self._check(
             "run.batch_size",

@@ -5,7 +5,7 @@ edges of their runs and one state per run; full sequences are never gathered.
 """
 
 from cpjax.recurrence.conv import causal_conv
-from cpjax.recurrence.delta import gated_delta_rule
+from cpjax.recurrence.delta import continue_gated_delta_rule, gated_delta_rule
 from cpjax.recurrence.ssd import ssd
 
-__all__ = ["causal_conv", "gated_delta_rule", "ssd"]
+__all__ = ["causal_conv", "continue_gated_delta_rule", "gated_delta_rule", "ssd"]

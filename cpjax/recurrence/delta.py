@@ -30,7 +30,7 @@ from cpjax.recurrence.chunks import (
     split_chunks,
 )
 from cpjax.sequence.runs import check_tokens, prefix_runs, shift_runs
-from cpjax.shard import Sharder
+from cpjax.shard import Identity, Sharder, make_sharder
 from cpjax.varying import vary_over, varying_axes
 
 _INVERSE = "delta_rule_inverse"
@@ -65,6 +65,53 @@ def gated_delta_rule(
     Raises:
         ValueError: a layout without runs (striped), or a shape that does not fit.
     """
+    return _apply(q, k, v, log_decay, beta, sharder, document_ids, chunk_size, None)[0]
+
+
+def continue_gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    state: jax.Array | None = None,
+    document_ids: jax.Array | None = None,
+    chunk_size: int = 64,
+) -> tuple[jax.Array, jax.Array]:
+    """`gated_delta_rule` on whole sequences, which go on from a state and return the one they end in.
+
+    Args:
+        q, k, v, log_decay, beta, document_ids, chunk_size: of `gated_delta_rule`, all tokens.
+        state: [B, H, Dk, Dv] before the first token; None is zero, as it is at a start: give no document_ids with it.
+
+    Returns:
+        The output [B, L, H, Dv] in the dtype of v, and the state [B, H, Dk, Dv] in float32 or wider.
+
+    Raises:
+        ValueError: a shape that does not fit, or both a state and document_ids.
+    """
+    if state is not None and document_ids is not None:
+        raise ValueError(
+            "continue_gated_delta_rule was given a state and document_ids, whose first token starts a document: give "
+            "one of them"
+        )
+    sharder = make_sharder(q.shape[1], Identity())
+    return _apply(q, k, v, log_decay, beta, sharder, document_ids, chunk_size, state)
+
+
+def _apply(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    sharder: Sharder,
+    document_ids: jax.Array | None,
+    chunk_size: int,
+    state: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The output, and where a rank holds the whole sequence the state after it, begun at `state`."""
     check_tokens("gated_delta_rule", sharder, q=q, k=k, v=v, log_decay=log_decay, beta=beta, document_ids=document_ids)
     heads = v.shape[:3]
     if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or not q.shape[:3] == log_decay.shape == beta.shape == heads:
@@ -73,17 +120,22 @@ def gated_delta_rule(
             f"{beta.shape}: it needs q, k [B, L, H, Dk], v [B, L, H, Dv] and log_decay, beta [B, L, H] with the same "
             "H; repeat key heads onto value heads first"
         )
+    if state is not None and state.shape != (q.shape[0], *q.shape[2:], v.shape[-1]):
+        raise ValueError(
+            f"continue_gated_delta_rule was given a state {state.shape}: q {q.shape} and v {v.shape} need [B, H, Dk, "
+            f"Dv] = {(q.shape[0], *q.shape[2:], v.shape[-1])}"
+        )
     size = chunk_length("gated_delta_rule", chunk_size, sharder)
     q, k, v, log_decay, beta = (split_chunks(x, size, sharder) for x in (q, k, v, log_decay, beta))
     resets = chunk_resets(document_ids, size, sharder)
 
     maps = _chunk_maps(k, v, log_decay, beta, resets)
     one_run = sharder.cp * sharder.layout.runs == 1  # it starts from zero: no identity to carry along
-    states, final = _scan_states(maps, with_identity=not one_run)
+    states, final = _scan_states(maps, with_identity=not one_run, state=state)
     first = None if one_run else _first_states(final, v.shape[-1], sharder)
     out = _outputs(q, k, log_decay, resets, maps.own, maps.response, states, first)
 
-    return join_chunks(out, sharder).astype(v.dtype)
+    return join_chunks(out, sharder).astype(v.dtype), final[:, 0]
 
 
 def _inverse(a: jax.Array) -> jax.Array:
@@ -145,8 +197,11 @@ def _chunk_maps(k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Arra
     )
 
 
-def _scan_states(maps: _Maps, with_identity: bool) -> tuple[jax.Array, jax.Array]:
+def _scan_states(maps: _Maps, with_identity: bool, state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The state that enters each chunk of a run, from zero and, with_identity, from the identity beside it.
+
+    Args:
+        state: [B, H, Dk, Dv], of a single run without the identity: where it starts instead of at zero.
 
     Returns:
         states [N, B, runs, H, Dk, Dv (+ Dk)], and that after the last chunk, [B, runs, H, Dk, Dv (+ Dk)]: the run's
@@ -156,6 +211,8 @@ def _scan_states(maps: _Maps, with_identity: bool) -> tuple[jax.Array, jax.Array
     extra = keys if with_identity else 0
     start = jnp.eye(keys, values + extra, values, dtype=maps.own.dtype)
     start = jnp.broadcast_to(start, (*maps.own.shape[1:4], keys, values + extra))
+    if state is not None:
+        start = state[:, None].astype(start.dtype)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # keeps one state a chunk
     def step(state: jax.Array, chunk: _Maps) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """Dense Qwen3.5 vision-language models (Qwen3_5ForConditionalGeneration)."""
 
 from cpjax.models.qwen3_5.config import Config, TextConfig, VisionConfig
+from cpjax.models.qwen3_5.decode import decode, prefill
 from cpjax.models.qwen3_5.model import Qwen3_5
 from cpjax.models.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
 from cpjax.models.qwen3_5.processing import MediaPlan, Processor
@@ -10,5 +11,5 @@ Model = Qwen3_5
 
 __all__ = [
     "DROPPED", "STREAMS", "Config", "Media", "MediaPlan", "Model", "Processor", "Qwen3_5", "Row", "TextConfig",
-    "VisionConfig", "patchify", "prepare", "weights",
+    "VisionConfig", "decode", "patchify", "prefill", "prepare", "weights",
 ]  # fmt: skip

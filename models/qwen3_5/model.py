@@ -72,14 +72,25 @@ class GatedAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, local: Local) -> jax.Array:
         """x [B, L, E] -> [B, L, E]."""
+        q, k, v, gate = self.project(x, local.angles)
+        return self.finish(self.attend(q, k, v, local), gate)
+
+    def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Queries [B, L, H, D], keys and values [B, L, K, D], and the gate of the output [B, L, H, D]."""
         rows, length, _ = x.shape
         q, gate = jnp.split(self.q_proj(x).reshape(rows, length, -1, 2 * self.head_dim), 2, axis=-1)
         k = self.k_proj(x).reshape(rows, length, -1, self.head_dim)
         v = self.v_proj(x).reshape(rows, length, -1, self.head_dim)
-        q, k = apply_rope(self.q_norm(q), local.angles), apply_rope(self.k_norm(k), local.angles)
+        return apply_rope(self.q_norm(q), angles), apply_rope(self.k_norm(k), angles), v, gate
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, local: Local) -> jax.Array:
+        """Causal attention inside documents, [B, L, H, D]."""
         mask = Mask(causal=True, document_ids=local.document_ids, padding_mask=local.padding_mask)
-        out = attention(q, k, v, sharder=local.sharder, mask=mask, transport=local.transport)
-        return self.o_proj((out * jax.nn.sigmoid(gate)).reshape(rows, length, -1))
+        return attention(q, k, v, sharder=local.sharder, mask=mask, transport=local.transport)
+
+    def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+        """What attention read, [B, L, H, D], gated -> [B, L, E]."""
+        return self.o_proj((out * jax.nn.sigmoid(gate)).reshape(*out.shape[:2], -1))
 
 
 class GatedDeltaNet(nnx.Module):
@@ -116,13 +127,23 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, x: jax.Array, local: Local) -> jax.Array:
         """x [B, L, E] -> [B, L, E]."""
-        rows, length, _ = x.shape
         x = jnp.where(local.padding_mask[..., None], 0, x)
         sharder, documents = local.sharder, local.document_ids
         weight = self.conv1d[...].astype(x.dtype)
-        qkv = jax.nn.silu(causal_conv(self.in_proj_qkv(x), weight, sharder=sharder, document_ids=documents))
+        mixed = causal_conv(self.in_proj_qkv(x), weight, sharder=sharder, document_ids=documents)
+        out = gated_delta_rule(*self.project(x, mixed), sharder=sharder, document_ids=documents)
+        return self.finish(out, x)
+
+    def project(self, x: jax.Array, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """What the delta rule takes: q, k [B, L, H, Dk], v [B, L, H, Dv], log_decay and beta [B, L, H].
+
+        Args:
+            x: [B, L, E].
+            mixed: `in_proj_qkv(x)` after the convolution.
+        """
+        rows, length, _ = x.shape
         keys = self.key_dim * self.key_heads
-        q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
+        q, k, v = jnp.split(jax.nn.silu(mixed), [keys, 2 * keys], axis=-1)
         q = _unit(q.reshape(rows, length, self.key_heads, self.key_dim)) * self.key_dim**-0.5
         k = _unit(k.reshape(rows, length, self.key_heads, self.key_dim))
         q, k = (jnp.repeat(t, self.value_heads // self.key_heads, axis=2) for t in (q, k))
@@ -131,10 +152,12 @@ class GatedDeltaNet(nnx.Module):
         wide = jnp.promote_types(x.dtype, jnp.float32)
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(wide))
         step = jax.nn.softplus(self.in_proj_a(x).astype(wide) + self.dt_bias[...].astype(wide))
-        log_decay = -jnp.exp(self.A_log[...].astype(wide)) * step
-        out = gated_delta_rule(q, k, v, log_decay, beta, sharder=sharder, document_ids=documents)
+        return q, k, v, -jnp.exp(self.A_log[...].astype(wide)) * step, beta
+
+    def finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        """What the delta rule read, [B, L, H, Dv], normed and gated by x [B, L, E] -> [B, L, E]."""
         out = self.norm(out, gate=self.in_proj_z(x).reshape(out.shape))
-        return self.out_proj(out.reshape(rows, length, -1))
+        return self.out_proj(out.reshape(*out.shape[:2], -1))
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -231,6 +254,20 @@ class Qwen3_5(nnx.Module):
             dtype: of activations and matrix products; None: that of the token embeddings.
             remat: what the backward pass computes anew, see `scan_layers`.
         """
+        hidden = self.embed(batch, sharder, dtype, remat)
+        local = self.local(batch, sharder, transport, hidden.dtype)
+        runs = local if sharder.layout.runs else self.local(batch, sharder.contiguous(), transport, hidden.dtype)
+        return self.norm(scan_layers(self.layers, hidden, local, runs, remat=remat))
+
+    def embed(
+        self, batch: Mapping[str, jax.Array], sharder: Sharder, dtype: Any = None, remat: Remat = "layer"
+    ) -> jax.Array:
+        """What enters the layers: the embeddings of this rank's tokens with images spliced in, [B, L, E].
+
+        Args:
+            dtype: of the result, and with it of all that follows; None: that of the parameters.
+            remat: of the vision tower.
+        """
         table = self.embed_tokens[...]
         hidden = table[batch["input_ids"]].astype(dtype or table.dtype)
         if "pixel_values" in batch:
@@ -243,15 +280,13 @@ class Qwen3_5(nnx.Module):
             index = index[..., None]
             spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
             hidden = jnp.where(index >= 0, spliced, hidden)
-        hidden = sharder.take_local(hidden)
-        local = self._local(batch, sharder, transport, hidden.dtype)
-        runs = local if sharder.layout.runs else self._local(batch, sharder.contiguous(), transport, hidden.dtype)
-        return self.norm(scan_layers(self.layers, hidden, local, runs, remat=remat))
+        return sharder.take_local(hidden)
 
-    def _local(self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str, dtype: Any) -> Local:
+    def local(self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str, dtype: Any) -> Local:
+        """What the layers read beside hidden states of this dtype."""
         positions = sharder.take_local(batch["position_ids"], axis=2)
         return Local(
-            angles=_mrope_angles(self.config.text, positions, jnp.promote_types(dtype, jnp.float32)),
+            angles=mrope_angles(self.config.text, positions, jnp.promote_types(dtype, jnp.float32)),
             document_ids=sharder.take_local(batch["document_ids"]),
             padding_mask=sharder.take_local(batch["padding_mask"]),
             sharder=sharder,
@@ -267,7 +302,7 @@ class Qwen3_5(nnx.Module):
         return hidden @ self.head().astype(hidden.dtype)
 
 
-def _mrope_angles(config: TextConfig, positions: jax.Array, dtype: Any) -> jax.Array:
+def mrope_angles(config: TextConfig, positions: jax.Array, dtype: Any) -> jax.Array:
     """Interleaved multi-axis rope: frequency j turns with the height or width position where j % 3 is 1 or 2.
 
     Beyond three times that axis' section, and where j % 3 is 0, it turns with time.

@@ -1,5 +1,7 @@
 """The gated delta rule against the token-by-token recurrence, on every layout."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpjax.recurrence import gated_delta_rule
+from cpjax.recurrence import continue_gated_delta_rule, gated_delta_rule
 from cpjax.shard import Striped, layout_from_name, make_sharder
 from tests.recurrence import reference
 from tests.recurrence.common import (
@@ -122,6 +124,23 @@ def test_bfloat16_in_bfloat16_out_float32_between():
     assert_close([got], [wanted.astype(jnp.bfloat16)], 2**-8)
 
 
+def test_a_sequence_goes_on_where_it_was_left():
+    """In parts of any length, down to one token, which none of the chunks need to divide; documents in the first."""
+    ids = documents((9, 4), (13,))
+    go_on = jax.jit(functools.partial(continue_gated_delta_rule, chunk_size=8))
+    with jax.enable_x64(True):
+        tokens = delta_inputs(10, 2, 30)
+        whole = jnp.concatenate([jnp.asarray(ids), jnp.broadcast_to(ids[:, -1:], (2, 17))], axis=1)
+        wanted = by_token(tokens, whole, ())
+        got, state, start = [], None, 0
+        for length in (13, 1, 1, 15):
+            part = [x[:, start : start + length] for x in tokens]
+            out, state = go_on(*part, state=state, document_ids=None if start else ids)
+            got.append(out)
+            start += length
+        assert_close([jnp.concatenate(got, axis=1)], [wanted], 1e-12)
+
+
 def test_what_does_not_fit_is_refused():
     sharder = make_sharder(16, layout_from_name("zigzag", 2))
     q, k, v, g, beta = delta_inputs(9, 1, 8, dtype=np.float32)
@@ -135,3 +154,7 @@ def test_what_does_not_fit_is_refused():
         gated_delta_rule(q[:, :, :1], k[:, :, :1], v, g, beta, sharder=sharder)
     with pytest.raises(ValueError, match="chunk_size=0"):
         gated_delta_rule(q, k, v, g, beta, sharder=sharder, chunk_size=0)
+    with pytest.raises(ValueError, match=r"state \(1, 2, 4, 5\): q .* need \[B, H, Dk, Dv\] = \(1, 2, 4, 6\)"):
+        continue_gated_delta_rule(q, k, v, g, beta, state=jnp.zeros((1, 2, 4, 5)))
+    with pytest.raises(ValueError, match="a state and document_ids"):
+        continue_gated_delta_rule(q, k, v, g, beta, state=v, document_ids=jnp.ones((1, 8), jnp.int32))

@@ -1,0 +1,69 @@
+"""Stacked layers that keep something of the tokens they have read, for decoding one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+
+def prefill_layers(
+    layers: nnx.Module, hidden: jax.Array, apply: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+) -> tuple[jax.Array, Any]:
+    """Applies the copies of `stack_layers` one after another, and stacks what each keeps.
+
+    Under a mesh (`jax.set_mesh`) rows are split over all of its axes and the weights of a layer are gathered.
+
+    Args:
+        hidden: [B, ...].
+        apply: (layer, hidden) -> (hidden, kept), kept [B, ...].
+    """
+    graph, stacked = nnx.split(layers)
+
+    def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+        return split_rows(apply(nnx.merge(graph, constrain(params, P())), hidden))
+
+    return jax.lax.scan(body, split_rows(hidden), stacked)
+
+
+def decode_layers(
+    layers: nnx.Module,
+    hidden: jax.Array,
+    kept: Any,
+    apply: Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+) -> tuple[jax.Array, Any]:
+    """Applies the copies of `stack_layers` one after another, each of which changes its part of what is kept.
+
+    All that is kept goes from layer to layer, so that XLA changes it in place: a cache as long as the context is not
+    copied for every token. Under a mesh it stays split by rows; weights may stay where they are, as the hidden states
+    of one token are less to send.
+
+    Args:
+        kept: as of `prefill_layers`, layers along the first axes.
+        apply: (layer, hidden, kept, number of the layer) -> (hidden, kept).
+    """
+    graph, stacked = nnx.split(layers)
+    count = len(jax.tree.leaves(stacked)[0])
+
+    def body(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+        params, number = layer
+        hidden, kept = apply(nnx.merge(graph, params), *carry, number)
+        return (hidden, split_rows(kept, 1)), None
+
+    return jax.lax.scan(body, (hidden, kept), (stacked, jnp.arange(count)))[0]
+
+
+def split_rows(tree: Any, axis: int = 0) -> Any:
+    """The arrays with their rows, along `axis`, split over all axes of the mesh, if there is one in context."""
+    return constrain(tree, P(*[None] * axis, jax.sharding.get_abstract_mesh().axis_names))
+
+
+def constrain(tree: Any, spec: P) -> Any:
+    """The arrays laid out like this on the mesh, if there is one in context."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)
