@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 
 AXES = ("dp", "fsdp", "cp")
 
-ROW_AXES = ("dp", "fsdp")
-"""Axes that split the rows of a batch."""
+ROW_AXES = ("dp", "fsdp", "cp")
+"""Axes that split the rows of a batch; cp does where it is automatic, as in generation."""
 
 HEAD_AXES = ("tp",)
 """Axes that split the heads of attention."""

@@ -75,6 +75,8 @@ class MeshConfig:
     transport: Literal["ring", "allgather", "ulysses", "ring_ulysses", "auto"] = "ring"
     """How keys and values reach the other devices: passed round a ring, gathered at once, exchanged for heads (which cp
     must divide), or both; auto takes the least expensive one."""
+    kernel: Literal["auto", "xla", "pallas"] = "auto"
+    """What computes attention: auto takes the Pallas kernels on GPUs, and plain XLA elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,7 @@ def train(config: Config, devices: str) -> int:
     del model, params, frozen  # the state is given to the first step
     forward: dict[str, Any] = {
         "transport": config.mesh.transport,
+        "kernel": config.mesh.kernel,
         "dtype": jnp.dtype(compute),
         "remat": config.model.remat,
     }

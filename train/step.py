@@ -196,7 +196,7 @@ def make_train_step(
         schedule: step, counted from 0, to learning rate.
         accumulate: microbatches, a divisor of the rows that a device holds.
         ema: decay of the moving average, if the state has one.
-        forward: keyword arguments of the model's call: transport, dtype, remat.
+        forward: keyword arguments of the model's call: transport, kernel, dtype, remat.
     """
     manual = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
 

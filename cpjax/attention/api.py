@@ -64,8 +64,11 @@ def attention(
     """
     _check(q, k, v, sharder, mask, sinks, softcap)
     blocks = _choose_kernel(kernel, q, k if v is None else v)
-    plan = plan_transport(q, k, v, sharder=sharder, mask=mask, transport=transport)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    v_width = (k if v is None else v).shape[-1]
+    if blocks is pallas:
+        q, k, v = pallas.widen(q), pallas.widen(k), None if v is None else pallas.widen(v)
+    plan = plan_transport(q, k, v, sharder=sharder, mask=mask, transport=transport)
     cap = None if softcap is None else float(softcap)
     rule = Rule(mask.reach(sharder.padded_length), factor, cap, 0 if v is None else q.shape[-1])
     # k and v travel as one array: two collectives would not both be hidden behind the computation.
@@ -91,7 +94,9 @@ def attention(
         sinks = sinks.reshape(kv.shape[2], -1)
     tiles = tiling.queries(q, kv.shape[2]), tiling.keys(kv)
     output = tiling.from_queries(transports.attend(setup, *tiles, sinks, sharder, *streams, slices))
-    return transports.to_tokens(output, sharder, plan.members) if plan.members > 1 else output
+    if plan.members > 1:
+        output = transports.to_tokens(output, sharder, plan.members)
+    return output[..., :v_width]
 
 
 def _choose_kernel(kernel: str, q: jax.Array, v: jax.Array) -> ModuleType:
@@ -101,7 +106,7 @@ def _choose_kernel(kernel: str, q: jax.Array, v: jax.Array) -> ModuleType:
     if kernel == "pallas" and not taken:
         raise ValueError(
             f"the pallas kernel was given queries {q.shape[-1]} and values {v.shape[-1]} wide, {q.dtype}: it takes "
-            f"multiples of {pallas.MIN_TILE}, up to 256 of 16 bits or 128 of 32 bits; use the kernel auto or xla"
+            f"up to 256 numbers of 16 bits or 128 of 32 bits; use the kernel auto or xla"
         )
     wanted = kernel == "pallas" or (kernel == "auto" and device_platform() == "gpu")
     return pallas if wanted and taken else blockwise

@@ -41,7 +41,12 @@ MAX_BYTES = 512
 def supports(width: int, v_width: int, dtype: Any) -> bool:
     """Whether the kernels take queries and keys of `width`, values of `v_width` and this dtype."""
     size = jnp.dtype(dtype).itemsize
-    return size <= 4 and all(w % MIN_TILE == 0 and w * size <= MAX_BYTES for w in (width, v_width))
+    return size <= 4 and max(width, v_width) * size <= MAX_BYTES
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """x with zeros behind its last axis up to a multiple of `MIN_TILE`; they change no product."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % MIN_TILE)])
 
 
 def forward(state: State, q: jax.Array, kv: jax.Array, queries: Tokens, keys: Tokens, rule: Rule) -> State:

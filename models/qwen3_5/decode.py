@@ -63,7 +63,7 @@ def prefill(model: Qwen3_5, batch: Mapping[str, jax.Array], room: int, dtype: An
     """
     sharder = make_sharder(batch["input_ids"].shape[1], Identity())
     hidden = model.embed(batch, sharder, dtype)
-    local = model.local(batch, sharder, "ring", hidden.dtype)
+    local = model.local(batch, sharder, hidden.dtype)
     apply = functools.partial(_prefill_group, local=local, room=room)
     hidden, kept = prefill_layers(model.layers, hidden, apply)
     cache = Cache(

@@ -41,7 +41,7 @@ class Local:
         document_ids: [B, L], 0 = pad.
         padding_mask: [B, L], True = pad.
         sharder: layout of the sequence.
-        transport: how attention moves keys and values, see `cpjax.attention.attention`.
+        transport, kernel: how attention moves keys and values, and what computes it, see `cpjax.attention.attention`.
     """
 
     angles: jax.Array
@@ -49,6 +49,7 @@ class Local:
     padding_mask: jax.Array
     sharder: Sharder
     transport: str
+    kernel: str
 
 
 class GatedAttention(nnx.Module):
@@ -86,7 +87,7 @@ class GatedAttention(nnx.Module):
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, local: Local) -> jax.Array:
         """Causal attention inside documents, [B, L, H, D]."""
         mask = Mask(causal=True, document_ids=local.document_ids, padding_mask=local.padding_mask)
-        return attention(q, k, v, sharder=local.sharder, mask=mask, transport=local.transport)
+        return attention(q, k, v, sharder=local.sharder, mask=mask, transport=local.transport, kernel=local.kernel)
 
     def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
         """What attention read, [B, L, H, D], gated -> [B, L, E]."""
@@ -236,6 +237,7 @@ class Qwen3_5(nnx.Module):
         sharder: Sharder,
         transport: str = "ring",
         *,
+        kernel: str = "auto",
         dtype: Any = None,
         remat: Remat = "layer",
     ) -> jax.Array:
@@ -250,28 +252,35 @@ class Qwen3_5(nnx.Module):
                 token streams are one row [1, T], and the vision streams are still those of the rows.
             sharder: layout and lengths. Under a layout that holds no runs (striped, packed, dispatched), linear layers
                 work in contiguous order, see `LayerGroup`.
-            transport: of attention's keys and values, see `cpjax.attention.attention`.
+            transport, kernel: of attention, see `cpjax.attention.attention`.
             dtype: of activations and matrix products; None: that of the token embeddings.
             remat: what the backward pass computes anew, see `scan_layers`.
         """
-        hidden = self.embed(batch, sharder, dtype, remat)
-        local = self.local(batch, sharder, transport, hidden.dtype)
-        runs = local if sharder.layout.runs else self.local(batch, sharder.contiguous(), transport, hidden.dtype)
+        hidden = self.embed(batch, sharder, dtype, remat, kernel)
+        local = self.local(batch, sharder, hidden.dtype, transport, kernel)
+        runs = local
+        if not sharder.layout.runs:
+            runs = self.local(batch, sharder.contiguous(), hidden.dtype, transport, kernel)
         return self.norm(scan_layers(self.layers, hidden, local, runs, remat=remat))
 
     def embed(
-        self, batch: Mapping[str, jax.Array], sharder: Sharder, dtype: Any = None, remat: Remat = "layer"
+        self,
+        batch: Mapping[str, jax.Array],
+        sharder: Sharder,
+        dtype: Any = None,
+        remat: Remat = "layer",
+        kernel: str = "auto",
     ) -> jax.Array:
         """What enters the layers: the embeddings of this rank's tokens with images spliced in, [B, L, E].
 
         Args:
             dtype: of the result, and with it of all that follows; None: that of the parameters.
-            remat: of the vision tower.
+            remat, kernel: of the vision tower.
         """
         table = self.embed_tokens[...]
         hidden = table[batch["input_ids"]].astype(dtype or table.dtype)
         if "pixel_values" in batch:
-            features = self.visual(batch, hidden.dtype, remat)
+            features = self.visual(batch, hidden.dtype, remat, kernel)
             index = batch["vision_index"]
             if sharder.rows > 1:
                 row = sharder.sources() // (sharder.length // sharder.rows)
@@ -282,7 +291,14 @@ class Qwen3_5(nnx.Module):
             hidden = jnp.where(index >= 0, spliced, hidden)
         return sharder.take_local(hidden)
 
-    def local(self, batch: Mapping[str, jax.Array], sharder: Sharder, transport: str, dtype: Any) -> Local:
+    def local(
+        self,
+        batch: Mapping[str, jax.Array],
+        sharder: Sharder,
+        dtype: Any,
+        transport: str = "ring",
+        kernel: str = "auto",
+    ) -> Local:
         """What the layers read beside hidden states of this dtype."""
         positions = sharder.take_local(batch["position_ids"], axis=2)
         return Local(
@@ -291,6 +307,7 @@ class Qwen3_5(nnx.Module):
             padding_mask=sharder.take_local(batch["padding_mask"]),
             sharder=sharder,
             transport=transport,
+            kernel=kernel,
         )
 
     def head(self) -> jax.Array:

@@ -25,10 +25,10 @@ class VisionAttention(nnx.Module):
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
         self.proj = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, angles: jax.Array, sharder: Sharder, mask: Mask) -> jax.Array:
+    def __call__(self, x: jax.Array, angles: jax.Array, sharder: Sharder, mask: Mask, kernel: str) -> jax.Array:
         """x [B, N, E], angles [B, N, D/2] -> [B, N, E]."""
         q, k, v = jnp.unstack(self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1), axis=2)
-        out = attention(apply_rope(q, angles), apply_rope(k, angles), v, sharder=sharder, mask=mask)
+        out = attention(apply_rope(q, angles), apply_rope(k, angles), v, sharder=sharder, mask=mask, kernel=kernel)
         return self.proj(out.reshape(x.shape))
 
 
@@ -44,8 +44,8 @@ class VisionBlock(nnx.Module):
         self.linear_fc2 = Linear(config.intermediate_size, size, bias=True, dtype=dtype, rngs=rngs)
         self.tanh_gelu = config.hidden_act == "gelu_pytorch_tanh"
 
-    def __call__(self, x: jax.Array, angles: jax.Array, sharder: Sharder, mask: Mask) -> jax.Array:
-        x = x + self.attn(self.norm1(x), angles, sharder, mask)
+    def __call__(self, x: jax.Array, angles: jax.Array, sharder: Sharder, mask: Mask, kernel: str) -> jax.Array:
+        x = x + self.attn(self.norm1(x), angles, sharder, mask, kernel)
         return x + self.linear_fc2(jax.nn.gelu(self.linear_fc1(self.norm2(x)), approximate=self.tanh_gelu))
 
 
@@ -63,7 +63,7 @@ class Vision(nnx.Module):
         self.linear_fc1 = Linear(merged, merged, bias=True, dtype=dtype, rngs=rngs)
         self.linear_fc2 = Linear(merged, config.out_hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(self, batch: Mapping[str, jax.Array], dtype: Any, remat: Remat) -> jax.Array:
+    def __call__(self, batch: Mapping[str, jax.Array], dtype: Any, remat: Remat, kernel: str) -> jax.Array:
         """The merged features of every row, [B, N / merge^2, out_hidden_size]; those of pads are unspecified.
 
         Reads pixel_values, vision_segment_ids, vision_positions, vision_table_indices and vision_table_weights.
@@ -80,7 +80,7 @@ class Vision(nnx.Module):
 
         segments = batch["vision_segment_ids"]
         mask = Mask(causal=False, document_ids=segments, padding_mask=segments == 0)
-        x = scan_layers(self.blocks, x, angles, make_sharder(x.shape[1], Identity()), mask, remat=remat)
+        x = scan_layers(self.blocks, x, angles, make_sharder(x.shape[1], Identity()), mask, kernel, remat=remat)
 
         x = self.norm(x).reshape(x.shape[0], -1, self.linear_fc1.kernel.shape[0])
         return self.linear_fc2(jax.nn.gelu(self.linear_fc1(x), approximate=False))
