@@ -1,0 +1,61 @@
+"""A process that only saves states, one after another, as a run does: to be killed, or to find no space."""
+
+import argparse
+import contextlib
+import dataclasses
+import resource
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cpjax.mesh import make_mesh
+from cpjax.train.checkpoint import Checkpoints
+from cpjax.train.config import Config, OptimizerConfig, RunConfig
+from cpjax.train.errors import computing, run_command
+from cpjax.train.optimizer import make_optimizer
+from cpjax.train.step import init_state
+
+
+def make_state(mesh, step, size):
+    """The state of a step: noise, which cannot be compressed, so that it takes time and space to write."""
+    params = {"kernel": jax.random.normal(jax.random.key(step), (size, 4))}
+    state = init_state(params, {}, make_optimizer(OptimizerConfig(), (), params), mesh, average=True, scaled=False)
+    return dataclasses.replace(state, step=jnp.int32(step))
+
+
+def restore(checkpoints, mesh, size):
+    """The step that the newest state is of, all of its numbers checked; 0 without one."""
+    restored = checkpoints.restore(make_state(mesh, 0, size), mesh, lambda text: print("said", text, flush=True))
+    if restored is None:
+        return 0
+    step = int(restored.step)
+    jax.tree.map(np.testing.assert_array_equal, restored, make_state(mesh, step, size))
+    return step
+
+
+def main(options):
+    mesh = make_mesh()
+    checkpoints = Checkpoints(Config(run=RunConfig(out=options.out)))
+    with computing(), contextlib.closing(checkpoints):
+        first = restore(checkpoints, mesh, options.size)
+        print("resumed", first, flush=True)
+        for step in range(first + 1, options.until + 1):
+            if step == options.full:  # a disk on which no file can grow
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            checkpoints.save(make_state(mesh, step, options.size), step, {})
+            checkpoints.wait()
+            print("complete", step, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    for name, default in (("--until", 1000), ("--full", 0), ("--size", 250_000)):
+        parser.add_argument(name, type=int, default=default)
+    arguments = parser.parse_args()
+    sys.exit(run_command(lambda: main(arguments)))
