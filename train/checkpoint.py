@@ -10,16 +10,14 @@ import math
 import os
 import pathlib
 import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 import yaml
 from jax.sharding import Mesh
-from orbax.checkpoint import checkpoint_managers
 
 from cpjax.models.common.sharding import tree_shardings
 from cpjax.train.config import Config
@@ -124,7 +122,6 @@ class Checkpoints:
 
     Attributes:
         folder: where they are.
-        best_step: step of the best one, None without `run.keep_best` or while no evaluated one is kept.
 
     What writes raises InputError when the disk is full or cannot be written; a save runs in the background, so that
     the next call may be the one to raise. Complete checkpoints are not touched then.
@@ -139,27 +136,31 @@ class Checkpoints:
         self._open()
 
     def _open(self) -> None:
-        policies: list[Any] = [checkpoint_managers.LatestN(n=self._config.run.keep)]
-        if name := self._config.run.keep_best:
-            policies.append(
-                checkpoint_managers.BestN(get_metric_fn=self._score, n=1, keep_checkpoints_without_metrics=False)
-            )
-        options = ocp.CheckpointManagerOptions(
-            create=True,
-            best_fn=self._score if name else None,
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            cleanup_tmp_directories=True,
-        )
+        options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self, cleanup_tmp_directories=True)
         handlers = {"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-        self.best_step = self._manager.best_step() if name else None
-        self._best = -math.inf if self.best_step is None else self._score(self._manager.metrics(self.best_step) or {})
+        self._scores: dict[int, float] = {}
+        for step in self._manager.all_steps() if self._config.run.keep_best else ():
+            with contextlib.suppress(Exception):  # a damaged one is dealt with when it is restored
+                run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+                self._scores[step] = self._score(run["metrics"])
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax asks which checkpoints, from old to new, not to delete."""
+        first = len(checkpoints) - self._config.run.keep
+        return [i >= first or checkpoint.step == self.best_step for i, checkpoint in enumerate(checkpoints)]
 
     def _score(self, metrics: Mapping[str, float]) -> float:
         """The larger, the better; a metric that is missing or no number is worst."""
         name = self._config.run.keep_best
         value = metrics.get(name, math.nan) * (-1 if "loss" in name else 1)
         return -math.inf if math.isnan(value) else value
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the best checkpoint, the newest of equals; None without `run.keep_best` or an evaluated one."""
+        best = max(((score, step) for step, score in self._scores.items()), default=(-math.inf, None))
+        return best[1] if best[0] > -math.inf else None
 
     def is_best(self, record: Mapping[str, float]) -> bool:
         """Whether a record of metrics holds the one that decides, better than in any checkpoint.
@@ -170,7 +171,7 @@ class Checkpoints:
         name, found = self._config.run.keep_best, _held_out(record)
         if name and found and name not in found:
             raise InputError(f"--run.keep_best is {name}: the metrics to choose from are {', '.join(found)}")
-        return bool(name) and self._score(found) > self._best
+        return bool(name) and self._score(found) > max(self._scores.values(), default=-math.inf)
 
     def save(self, state: TrainState, step: int, record: Mapping[str, float]) -> None:
         """Starts to write the state after `step` steps; older checkpoints go once this one is complete.
@@ -180,12 +181,11 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return
-        run = {"config": self._config.to_dict(), "next_step": step}
+        self._scores[step] = self._score(record)
+        run = {"config": self._config.to_dict(), "next_step": step, "metrics": _held_out(record)}
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         with self._told():
-            self._manager.save(step, args=items, metrics=_held_out(record) or None, force=True)
-        if self.is_best(record):
-            self.best_step, self._best = step, self._score(_held_out(record))
+            self._manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
         """Returns once everything saved so far is on disk."""
@@ -198,7 +198,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Turns what the system says about a write into one sentence, and gives back the space of what was written."""
+        """Turns what the system says about a write into one sentence."""
         try:
             yield
         except (OSError, ValueError) as error:  # tensorstore raises ValueError
@@ -206,8 +206,6 @@ class Checkpoints:
             code = int(number[1]) if number else getattr(error, "errno", None)
             if code is None:
                 raise
-            for unfinished in self.folder.glob(f"*{_UNFINISHED}*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
             steps = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
             newest = (
                 f"the newest complete one is that of step {max(steps)}" if steps else "there is no complete one yet"

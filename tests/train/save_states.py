@@ -46,7 +46,9 @@ def main(options):
             if step == options.full:  # a disk on which no file can grow
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-            checkpoints.save(make_state(mesh, step, options.size), step, {})
+            state = make_state(mesh, step, options.size)
+            print("saving", step, flush=True)
+            checkpoints.save(state, step, {})
             checkpoints.wait()
             print("complete", step, flush=True)
     return 0

@@ -1,6 +1,7 @@
-"""Checkpoints: other meshes, half-written files, other runs."""
+"""Checkpoints: other meshes, half-written files, other runs (reports R62 to R65)."""
 
 import dataclasses
+import json
 import os
 import shutil
 
@@ -36,7 +37,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 8)])
-def test_restores_bitwise_on_another_mesh(tmp_path, sizes):
+def test_r63_restores_bitwise_on_another_mesh(tmp_path, sizes):
     config = make_config(tmp_path)
     saved = make_state(make_mesh(fsdp=2, cp=4), seed=7)
     checkpoints = Checkpoints(config)
@@ -50,7 +51,7 @@ def test_restores_bitwise_on_another_mesh(tmp_path, sizes):
     assert spec == jax.sharding.PartitionSpec("fsdp" if sizes[1] > 1 else None, None)
 
 
-def test_a_half_written_checkpoint_gives_way_to_the_one_before(tmp_path, capfd):
+def test_r65_a_half_written_checkpoint_gives_way_to_the_one_before(tmp_path, capfd):
     config, mesh = make_config(tmp_path, keep=3), make_mesh()
     checkpoints = Checkpoints(config)
     for step in (1, 2, 3):
@@ -75,7 +76,7 @@ def test_a_half_written_checkpoint_gives_way_to_the_one_before(tmp_path, capfd):
     assert len(said) == 1
 
 
-def test_a_run_without_a_readable_checkpoint_does_not_start_again_by_itself(tmp_path):
+def test_r65_a_run_without_a_readable_checkpoint_does_not_start_again_by_itself(tmp_path):
     config, mesh = make_config(tmp_path), make_mesh()
     checkpoints = Checkpoints(config)
     for step in (1, 2):
@@ -90,7 +91,7 @@ def test_a_run_without_a_readable_checkpoint_does_not_start_again_by_itself(tmp_
     checkpoints.close()
 
 
-def test_a_save_cut_short_is_said(tmp_path):
+def test_r65_a_save_cut_short_is_said(tmp_path):
     config, mesh = make_config(tmp_path), make_mesh()
     checkpoints = Checkpoints(config)
     checkpoints.save(make_state(mesh, seed=1), 1, {})
@@ -157,7 +158,23 @@ def test_saved_values_survive_donation(tmp_path):
     checkpoints.close()
 
 
-def test_other_arrays_are_refused(tmp_path):
+def test_r62_a_checkpoint_of_another_data_position_is_not_used(tmp_path):
+    config, mesh = make_config(tmp_path), make_mesh()
+    checkpoints = Checkpoints(config)
+    for step in (1, 2):
+        checkpoints.save(make_state(mesh, seed=step), step, {})
+    checkpoints.wait()
+    file = checkpoints.folder / "2" / "run" / "metadata"
+    run = json.loads(file.read_text())
+    assert run["next_step"] == 2
+    file.write_text(json.dumps(run | {"next_step": 3}))
+    said = []
+    assert_same(checkpoints.restore(make_state(mesh), mesh, said.append), make_state(mesh, seed=1))
+    checkpoints.close()
+    assert len(said) == 1 and "it says that its next step is 3" in said[0]
+
+
+def test_r64_other_arrays_are_refused(tmp_path):
     mesh = make_mesh()
     checkpoints = Checkpoints(make_config(tmp_path))
     checkpoints.save(make_state(mesh), 1, {})

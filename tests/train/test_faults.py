@@ -1,4 +1,4 @@
-"""R65: kills while a checkpoint is written, full disks, folders that cannot be written, and damaged files of a run."""
+"""Kills while a checkpoint is written, full disks, folders that cannot be written, files replaced by rubbish (R65)."""
 
 import errno
 import os
@@ -12,9 +12,12 @@ import time
 import numpy as np
 import pytest
 
-from cpjax.train.checkpoint import check_folder, claim_folder
+from cpjax.mesh import make_mesh
+from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config, RunConfig, parse_config
 from cpjax.train.errors import InputError, computing, run_command, writing
+
+from .save_states import make_state
 
 KILLS = 3
 ROOT = pathlib.Path(__file__).parents[2]
@@ -28,7 +31,9 @@ def start(out, *options):
 
 
 def kill_while_saving(out, kills, rng):
-    """Kills a saving process again and again; each must go on from the newest checkpoint that was complete.
+    """Kills a saving process again and again, at a random moment of its second to fourth save.
+
+    Each must go on from the newest checkpoint that was complete.
 
     Returns:
         What was said about cut saves.
@@ -36,18 +41,20 @@ def kill_while_saving(out, kills, rng):
     complete, said = 0, []
     for _ in range(kills):
         process = start(out)
-        awaited = rng.randrange(1, 4)
+        awaited, started, duration = rng.randrange(2, 5), 0.0, 0.0
         for line in process.stdout:
             word, _, rest = line.partition(" ")
             if word == "said":
                 said.append(rest)
             elif word == "resumed":
                 assert complete <= int(rest) <= complete + 1  # a save may be complete before it is said to be
+            elif word == "complete":
+                complete, duration = int(rest), time.monotonic() - started
             else:
-                complete, awaited = int(rest), awaited - 1
-            if word == "complete" and not awaited:
-                break
-        time.sleep(rng.uniform(0, 0.2))
+                started, awaited = time.monotonic(), awaited - 1
+                if not awaited:
+                    break
+        time.sleep(rng.uniform(0, duration))
         process.send_signal(signal.SIGKILL)
         rest, errors = process.communicate()
         assert process.returncode == -signal.SIGKILL, errors
@@ -55,7 +62,7 @@ def kill_while_saving(out, kills, rng):
     return said
 
 
-def test_killed_while_saving_the_newest_complete_checkpoint_opens(tmp_path):
+def test_r65_killed_while_saving_the_newest_complete_checkpoint_opens(tmp_path):
     kill_while_saving(tmp_path, KILLS, random.Random(0))
     process = start(tmp_path, "--until", 0)
     said, errors = process.communicate(timeout=60)
@@ -64,10 +71,10 @@ def test_killed_while_saving_the_newest_complete_checkpoint_opens(tmp_path):
     assert f"resumed {max(steps)}\n" in said and len(steps) in (2, 3)
 
 
-def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
+def test_r65_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
     process = start(tmp_path, "--until", 5, "--full", 3, "--size", 1000)
     said, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and said == "resumed 0\ncomplete 1\ncomplete 2\n"
+    assert process.returncode == 2 and said.splitlines()[-2:] == ["complete 2", "saving 3"]
     assert errors == (
         f"error: a checkpoint cannot be written into {tmp_path / 'checkpoints'} (File too large): free space there or "
         "make it writable, then continue with --run.resume true; the newest complete one is that of step 2\n"
@@ -75,7 +82,19 @@ def test_a_full_disk_is_one_sentence_and_older_checkpoints_stay(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == ["1", "2"]
     process = start(tmp_path, "--until", 4, "--size", 1000)
     said, errors = process.communicate(timeout=60)
-    assert process.returncode == 0 and said == "resumed 2\ncomplete 3\ncomplete 4\n" and errors == ""
+    assert process.returncode == 0 and errors == ""
+    assert "said a save of step 3 was cut short; what was written of it is deleted\nresumed 2\n" in said
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
+
+
+def test_r63_a_process_with_one_device_reads_what_eight_wrote(tmp_path):
+    checkpoints = Checkpoints(Config(run=RunConfig(out=str(tmp_path))))
+    checkpoints.save(make_state(make_mesh(fsdp=2, cp=4), 7, 16), 7, {})
+    checkpoints.wait()
+    checkpoints.close()
+    process = start(tmp_path, "--until", 0, "--size", 16)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and said == "resumed 7\n", errors
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_computed(tmp_path, monkeypatch, capsys):
