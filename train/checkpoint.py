@@ -292,10 +292,12 @@ def _held_out(record: Mapping[str, float]) -> dict[str, float]:
 def _silence_orbax() -> None:
     """What orbax logs with tracebacks, it also raises; here it is said once, in one sentence.
 
-    When one read or write fails, it also closes its event loop under the others; Python would print a traceback for
-    each.
+    When one read or write fails, it also drops the others and closes their event loop; Python would print a traceback
+    for each.
     """
-    logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+    theirs = re.compile(r"orbax|OCDBT")  # OCDBT: the database that holds the arrays
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(lambda record: not theirs.search(record.pathname + record.getMessage()))
     hook = sys.unraisablehook
 
     def drop(unraisable: Any) -> None:

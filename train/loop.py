@@ -121,7 +121,7 @@ def train(config: Config, devices: str) -> int:
     parts = f", in {run.accumulate} parts" if run.accumulate > 1 else ""
     say(f"step        {run.batch_size} documents, {batch['input_ids'].size:,} tokens{parts}")
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
-    left = f"steps {first + 1} to {run.steps}" if first < run.steps else f"all {run.steps} steps are done already"
+    left = f"steps {first + 1} to {run.steps}" if first < run.steps else f"complete, all {run.steps} steps are taken"
     say(f"run         {left}, seed {run.seed}, into {out}")
 
     if first:
@@ -265,7 +265,8 @@ def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable
         left = f"  {seconds:.0f} s left" if first + 1 < step < steps else ""
         console.print(f"step {step}/{steps}  {text(record)}{left}")
 
-    console.print("compiling the training step; JAX's cache makes the next start faster")
+    if first < steps:
+        console.print("compiling the training step; JAX's cache makes the next start faster")
     if not console.is_terminal:
         yield print_line
         return
