@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from cpjax.train.config import parse_config
-from cpjax.train.errors import run_command
+from cpjax.train.errors import run_command, writing
 
 
 def main() -> int:
@@ -16,7 +16,8 @@ def main() -> int:
     devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp)
     from cpjax.train.loop import train
 
-    return train(config, devices)
+    with writing(config.run.out):
+        return train(config, devices)
 
 
 if __name__ == "__main__":

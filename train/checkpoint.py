@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import logging
+import math
 import os
 import pathlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,15 +21,20 @@ from jax.sharding import Mesh
 
 from cpjax.models.common.sharding import tree_shardings
 from cpjax.train.config import Config
+from cpjax.train.errors import InputError
 from cpjax.train.step import TrainState
 
 FREE = {
     "mesh", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
-    "run.eval_every", "run.eval_batches", "run.save_every", "run.keep",
+    "run.eval_every", "run.eval_batches", "run.save_every", "run.keep", "run.keep_best",
 }  # fmt: skip
 """Sections and options that may change on resume: they do not decide the numbers."""
 
+PATHS = ("model.path", "lora.path", "run.out")
+"""Options that name files; a run keeps them absolute, so that it can be resumed from any working directory."""
+
 _OPTIONS = "config.yaml"
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def check_folder(config: Config) -> None:
@@ -32,11 +43,17 @@ def check_folder(config: Config) -> None:
     Raises:
         ValueError: the folder holds something and resume was not asked for, holds nothing to resume, or holds a
             run with other options.
+        OSError: it lies in no folder, or in one that cannot be written.
     """
     out = pathlib.Path(config.run.out)
     saved = out / _OPTIONS
     if out.exists() and not out.is_dir():
         raise ValueError(f"--run.out {out} is a file: name a folder")
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written", str(place))
     if not config.run.resume:
         if out.is_dir() and any(out.iterdir()):
             raise ValueError(
@@ -45,8 +62,11 @@ def check_folder(config: Config) -> None:
             )
         return
     if not saved.is_file():
-        raise ValueError(f"there is no run to resume in {out} ({_OPTIONS} is missing): drop --run.resume to start one")
-    differences = _differences(yaml.safe_load(saved.read_text()), config.to_dict())
+        raise ValueError(
+            f"there is no run to resume in {out} ({_OPTIONS} is missing): drop --run.resume to start one, or name the "
+            "folder with --run.out if it was moved"
+        )
+    differences = _differences(_read_options(saved), _anchored(config.to_dict()))
     if differences:
         raise ValueError(
             f"the run in {out} was started with other options: {'; '.join(differences)}; give the old values, or name "
@@ -60,8 +80,27 @@ def claim_folder(config: Config) -> None:
     if not saved.exists():
         saved.parent.mkdir(parents=True, exist_ok=True)
         part = saved.with_name(saved.name + ".part")
-        part.write_text(config.to_yaml())
+        part.write_text(yaml.safe_dump(_anchored(config.to_dict()), sort_keys=False))
         os.replace(part, saved)
+
+
+def _read_options(saved: pathlib.Path) -> dict[str, dict[str, Any]]:
+    try:
+        options = yaml.safe_load(saved.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        options = None
+    if not isinstance(options, dict) or not all(isinstance(section, dict) for section in options.values()):
+        raise ValueError(f"{saved} does not hold the options of a run any more: put the file back as it was written")
+    return _anchored(options)
+
+
+def _anchored(options: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    options = {section: dict(values) for section, values in options.items()}
+    for name in PATHS:
+        section, option = name.split(".")
+        if options.get(section, {}).get(option):
+            options[section][option] = os.path.abspath(options[section][option])
+    return options
 
 
 def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> list[str]:
@@ -76,41 +115,105 @@ def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]])
 
 
 class Checkpoints:
-    """The checkpoints of one run, by step, in `out/checkpoints`.
+    """The checkpoints of one run, by step, in `out/checkpoints`: the newest ones and, by `run.keep_best`, the best.
 
-    Each holds the train state and, as JSON, the options and the data position (the next step; documents are a
-    function of the seed and the step).
+    Each holds the train state and, as JSON, the options, the data position (the next step; documents are a function
+    of the seed and the step) and the held-out metrics, if it was evaluated.
+
+    Attributes:
+        folder: where they are.
+
+    What writes raises InputError when the disk is full or cannot be written; a save runs in the background, so that
+    the next call may be the one to raise. Complete checkpoints are not touched then.
     """
 
     def __init__(self, config: Config):
         self.folder = pathlib.Path(config.run.out).resolve() / "checkpoints"
         self._config = config
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        self._unfinished = [name.split(".")[0] for name in names if ".orbax-checkpoint-tmp" in name]
+        self._unfinished = [name.split(".")[0] for name in names if _UNFINISHED in name]
+        _silence_orbax()
         self._open()
 
     def _open(self) -> None:
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=self._config.run.keep, create=True),
-            item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
-        )
+        options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self, cleanup_tmp_directories=True)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        self._scores: dict[int, float] = {}
+        for step in self._manager.all_steps() if self._config.run.keep_best else ():
+            with contextlib.suppress(Exception):  # a damaged one is dealt with when it is restored
+                run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+                self._scores[step] = self._score(run["metrics"])
 
-    def save(self, state: TrainState, step: int) -> None:
-        """Starts to write the state after `step` steps; older checkpoints go once this one is complete."""
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax asks which checkpoints, from old to new, not to delete."""
+        first = len(checkpoints) - self._config.run.keep
+        return [i >= first or checkpoint.step == self.best_step for i, checkpoint in enumerate(checkpoints)]
+
+    def _score(self, metrics: Mapping[str, float]) -> float:
+        """The larger, the better; a metric that is missing or no number is worst."""
+        name = self._config.run.keep_best
+        value = metrics.get(name, math.nan) * (-1 if "loss" in name else 1)
+        return -math.inf if math.isnan(value) else value
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the best checkpoint, the newest of equals; None without `run.keep_best` or an evaluated one."""
+        best = max(((score, step) for step, score in self._scores.items()), default=(-math.inf, None))
+        return best[1] if best[0] > -math.inf else None
+
+    def is_best(self, record: Mapping[str, float]) -> bool:
+        """Whether a record of metrics holds the one that decides, better than in any checkpoint.
+
+        Raises:
+            InputError: it holds other held-out metrics, but not that one.
+        """
+        name, found = self._config.run.keep_best, _held_out(record)
+        if name and found and name not in found:
+            raise InputError(f"--run.keep_best is {name}: the metrics to choose from are {', '.join(found)}")
+        return bool(name) and self._score(found) > max(self._scores.values(), default=-math.inf)
+
+    def save(self, state: TrainState, step: int, record: Mapping[str, float]) -> None:
+        """Starts to write the state after `step` steps; older checkpoints go once this one is complete.
+
+        Args:
+            record: metrics of that step.
+        """
         if step in self._manager.all_steps():
             return
-        run = {"config": self._config.to_dict(), "next_step": step}
-        self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)), force=True
-        )
+        self._scores[step] = self._score(record)
+        run = {"config": self._config.to_dict(), "next_step": step, "metrics": _held_out(record)}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        with self._told():
+            self._manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
         """Returns once everything saved so far is on disk."""
-        self._manager.wait_until_finished()
+        with self._told():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        with self._told():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turns what the system says about a write into one sentence."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # tensorstore raises ValueError
+            number = re.search(r"os_error_code='(\d+)'", str(error))
+            code = int(number[1]) if number else getattr(error, "errno", None)
+            if code is None:
+                raise
+            steps = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+            newest = (
+                f"the newest complete one is that of step {max(steps)}" if steps else "there is no complete one yet"
+            )
+            raise InputError(
+                f"a checkpoint cannot be written into {self.folder} ({os.strerror(code)}): free space there or make it "
+                f"writable, then continue with --run.resume true; {newest}"
+            ) from None
 
     def restore(self, like: TrainState, mesh: Mesh, say: Callable[[str], None]) -> TrainState | None:
         """The newest readable state, placed on the mesh; None if there is none.
@@ -122,16 +225,18 @@ class Checkpoints:
             like: a state of the same shapes; its values are not used.
 
         Raises:
-            ValueError: a checkpoint holds other arrays than this model and optimizer have.
+            InputError: a checkpoint holds other arrays than this model and optimizer have, or there are some, but
+                none can be read.
         """
         for unfinished in self._unfinished:
-            say(f"a save of step {unfinished} was cut short; it is not used")
+            say(f"a save of step {unfinished} was cut short; what was written of it is deleted")
         target = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             like,
             tree_shardings(mesh, like),
         )
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
             try:
                 found = self._manager.item_metadata(step).state.tree
                 self._compare(step, found, target)
@@ -140,10 +245,15 @@ class Checkpoints:
                 if restored.run["next_step"] != step:
                     raise OSError(f"it says that its next step is {restored.run['next_step']}")
                 return restored.state
-            except _Mismatch as error:
-                raise ValueError(str(error)) from None
+            except (InputError, MemoryError, jax.errors.JaxRuntimeError):  # the checkpoint is not to blame
+                raise
             except Exception as error:  # tensorstore, orbax, json and the file system each have their own
                 self._move_aside(step, error, say)
+        if steps:
+            raise InputError(
+                f"no checkpoint of the run in {self.folder.parent} can be read: put back good ones, or run the command "
+                "again to start from step 0"
+            )
         return None
 
     def _compare(self, step: int, found: Any, target: TrainState) -> None:
@@ -157,13 +267,12 @@ class Checkpoints:
                 have, need = (
                     "{} of shape {}".format(*entry[::-1]) if (entry := side.get(name)) else "nothing" for side in shapes
                 )
-                raise _Mismatch(
+                raise InputError(
                     f"checkpoint {self.folder / str(step)} holds {have} at {name}, but the model and optimizer need "
                     f"{need}: resume with the cpjax version and files that the run was started with"
                 )
 
     def _move_aside(self, step: int, error: Exception, say: Callable[[str], None]) -> None:
-        _drop_abandoned_reads()
         self._manager.close()
         aside = self.folder.parent / f"unreadable-{step}"
         number = 0
@@ -175,8 +284,20 @@ class Checkpoints:
         self._open()
 
 
-def _drop_abandoned_reads() -> None:
-    """When one read fails, orbax closes its event loop under the others; Python would print a traceback for each."""
+def _held_out(record: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name.startswith("held_out")}
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """What orbax logs with tracebacks, it also raises; here it is said once, in one sentence.
+
+    When one read or write fails, it also drops the others and closes their event loop; Python would print a traceback
+    for each.
+    """
+    theirs = re.compile(r"orbax|OCDBT")  # OCDBT: the database that holds the arrays
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).addFilter(lambda record: not theirs.search(record.pathname + record.getMessage()))
     hook = sys.unraisablehook
 
     def drop(unraisable: Any) -> None:
@@ -184,7 +305,3 @@ def _drop_abandoned_reads() -> None:
             hook(unraisable)
 
     sys.unraisablehook = drop
-
-
-class _Mismatch(Exception):
-    """A readable checkpoint of other arrays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -46,6 +47,11 @@ class ModelConfig:
     """Layers of the vision tower."""
     vision_heads: int = 2
     """Attention heads of the vision tower."""
+
+    def sizes_given(self) -> list[str]:
+        """The options of sizes, meant for a model from scratch, that differ from their defaults."""
+        sizes = [field for field in dataclasses.fields(self) if isinstance(field.default, int)]
+        return [f"--model.{size.name}" for size in sizes if getattr(self, size.name) != size.default]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +181,9 @@ class RunConfig:
     """Steps between checkpoints; the last step, SIGTERM and Ctrl-C always save one."""
     keep: int = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
+    keep_best: str = ""
+    """Held-out metric, for instance held_out_accuracy: the checkpoint in which it is best (a loss: least) is kept too,
+    and one is also saved whenever it is better than before; empty: none is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,8 +286,12 @@ def parse_config(arguments: Sequence[str]) -> Config:
         SystemExit: `--help` was asked for.
     """
     parser = make_parser()
+    arguments = _files_first(arguments)
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if option == "--config" or option.startswith("--config="):
+            _check_file(pathlib.Path(option.partition("=")[2] or value), parser)
     try:
-        parsed = parser.parse_args(_files_first(arguments))
+        parsed = parser.parse_args(arguments)
     except Exception as error:  # jsonargparse raises several kinds; all mean bad input here
         raise ValueError(_sentence(str(error), parser)) from None
     sections: dict[str, Any] = {}
@@ -294,6 +307,24 @@ def parse_config(arguments: Sequence[str]) -> Config:
             values["groups"] = [ParameterGroup(**vars(group)) for group in values["groups"]]
         sections[field.name] = field.default_factory(**values)  # type: ignore
     return Config(**sections)
+
+
+def _check_file(file: pathlib.Path, parser: ArgumentParser) -> None:
+    """Says in which file, and where in it, an option is wrong, which jsonargparse does not."""
+    if not file.is_file():
+        return
+    try:
+        found = yaml.safe_load(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"Unexpected config, {found!r:.40}: it must hold options by section")
+        parser.parse_object(found)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ValueError(f"{file}:{line}: {error.problem}: mend the YAML there") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text file ({error.reason}): give a YAML file") from None
+    except Exception as error:  # as below
+        raise ValueError(f"{file}: {_sentence(str(error), parser)}") from None
 
 
 def _files_first(arguments: Sequence[str]) -> list[str]:

@@ -1,41 +1,71 @@
-"""Bad input ends a command with one sentence and exit code 2; a real error keeps its traceback."""
+"""What the user of a command can mend ends it with one sentence and exit code 2; a real error keeps its traceback."""
 
 from __future__ import annotations
 
-import pathlib
+import contextlib
+import errno
 import sys
-import traceback
-from collections.abc import Callable
-
-import cpjax
+from collections.abc import Callable, Iterator
 
 BAD_INPUT = 2
 """Exit code, as that of a wrong option elsewhere."""
+
+FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded", errno.EFBIG: "File too large"}
+"""Errors of a disk that takes no more."""
+
+
+class InputError(ValueError):
+    """Something that the user can mend, found while a run computes: a broken record, a full disk."""
 
 
 def run_command(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code; an error meant for its user is printed as one sentence.
 
-    These are our own ValueErrors, and files and folders that the system does not let us use.
+    These are ValueErrors, with which cpjax answers to wrong options, files and folders, unless they come out of
+    `computing`; and files and folders that the system does not let us use. `python -X dev` shows their traceback.
     """
     try:
         return command()
+    except (ValueError, OSError) as error:
+        if sys.flags.dev_mode or (isinstance(error, OSError) and error.filename is None):
+            raise
+        print(f"error: {_sentence(error)}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _sentence(error: ValueError | OSError) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.errno in FULL:
+        return f"cannot write {error.filename} ({error.strerror}): free space there, and run the command again"
+    return f"cannot use {error.filename} ({error.strerror}): give another path, or mend it"
+
+
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Where input has been checked, so that a ValueError other than an InputError is a defect of the program.
+
+    Raises:
+        RuntimeError: in the place of that ValueError.
+    """
+    try:
+        yield
+    except InputError:
+        raise
     except ValueError as error:
-        if not is_bad_input(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        raise RuntimeError("the computation failed, although its input was found good") from error
+
+
+@contextlib.contextmanager
+def writing(path: object) -> Iterator[None]:
+    """Gives the errors of a full disk, which do not say where they come from, the path that is being written.
+
+    Raises:
+        OSError: with `path` as its filename.
+    """
+    try:
+        yield
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: cannot use {error.filename} ({error.strerror}): give another path, or mend it", file=sys.stderr)
-        return BAD_INPUT
-
-
-def is_bad_input(error: ValueError) -> bool:
-    """Whether a `raise` of our own made it: cpjax raises ValueError for what its caller can change."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    package = pathlib.Path(cpjax.__file__).resolve().parent
-    floors = (package, (package / "models").resolve(), (package / "train").resolve())  # links in a checkout
-    ours = any(pathlib.Path(last.filename).resolve().is_relative_to(floor) for floor in floors)
-    return ours and (last.line or "").startswith("raise ")
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise

@@ -21,7 +21,7 @@ from cpjax.shard import Layout, Packed, Sharder, layout_from_name, make_batch
 from cpjax.train import digits
 from cpjax.train.config import DataConfig
 from cpjax.train.devices import set_up_devices
-from cpjax.train.errors import run_command
+from cpjax.train.errors import computing, run_command
 from cpjax.train.step import Arrays, make_eval_step, place_batch, split_model
 
 HELD_OUT_SEED = 0
@@ -46,6 +46,7 @@ def host_batch(
     return make_batch(batch, layout, streams=module.STREAMS, padded_length=padded_length)
 
 
+@computing()
 def ask(
     predict: Predict,
     model_config: Any,

@@ -28,6 +28,7 @@ from cpjax.shard import layout_from_name
 from cpjax.train import digits
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config
+from cpjax.train.errors import computing
 from cpjax.train.evaluate import held_out_accuracies, held_out_documents, host_batch
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
@@ -110,6 +111,8 @@ def train(config: Config, devices: str) -> int:
     log = MetricsLog(out / "metrics.jsonl", first)
 
     start = f"from {config.model.path}" if config.model.path else "from scratch"
+    if sizes_given := config.model.sizes_given() if config.model.path else ():
+        start += f", which says its sizes itself: {', '.join(sizes_given)} are not used"
     say(f"cpjax {__version__}: trains {name} {start}")
     say(f"devices     {devices}")
     say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp}")
@@ -119,12 +122,14 @@ def train(config: Config, devices: str) -> int:
     parts = f", in {run.accumulate} parts" if run.accumulate > 1 else ""
     say(f"step        {run.batch_size} documents, {batch['input_ids'].size:,} tokens{parts}")
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
-    say(f"run         steps {first + 1} to {run.steps}, seed {run.seed}, into {out}")
+    left = f"steps {first + 1} to {run.steps}" if first < run.steps else f"complete, all {run.steps} steps are taken"
+    say(f"run         {left}, seed {run.seed}, into {out}")
 
     if first:
         batch, sharder = batch_of(first)
     broken = False
     with (
+        computing(),
         contextlib.closing(checkpoints),
         contextlib.closing(log),
         catch_signals() as caught,
@@ -142,8 +147,8 @@ def train(config: Config, devices: str) -> int:
                 predict = functools.partial(eval_step, state.best, state.frozen)
                 record |= held_out_accuracies(predict, held_out, model_config, config.data, layout, mesh)
             log.write(record)
-            if step % run.save_every == 0 or stop:
-                checkpoints.save(state, step)
+            if step % run.save_every == 0 or stop or checkpoints.is_best(record):
+                checkpoints.save(state, step, record)
             advance(record)
             if stop:
                 break
@@ -182,7 +187,8 @@ def train(config: Config, devices: str) -> int:
     say(f"held-out accuracy {result['held_out_accuracy']:.2f}")
     say(f"picture     {out / 'curves.png'}")
     say(f"metrics     {out / 'metrics.jsonl'}")
-    say(f"checkpoints {out / 'checkpoints'}")
+    best = f", the best one {checkpoints.best_step}, by {run.keep_best}" if checkpoints.best_step else ""
+    say(f"checkpoints {out / 'checkpoints'}{best}")
     say(f"resume      {resume}")
     if config.lora.rank:
         say(f"adapter     {adapter}")
@@ -260,7 +266,8 @@ def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable
         left = f"  {seconds:.0f} s left" if first + 1 < step < steps else ""
         console.print(f"step {step}/{steps}  {text(record)}{left}")
 
-    console.print("compiling the training step; JAX's cache makes the next start faster")
+    if first < steps:
+        console.print("compiling the training step; JAX's cache makes the next start faster")
     if not console.is_terminal:
         yield print_line
         return

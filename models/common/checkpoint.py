@@ -95,8 +95,8 @@ class Folder:
         self.path = path
         if (path / INDEX).exists():
             index = read_json(path / INDEX).get("weight_map")
-            if not isinstance(index, dict):
-                raise ValueError(f"{path / INDEX} has no weight_map: it is no safetensors index")
+            if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+                raise ValueError(f"{path / INDEX} has no weight_map of file names: copy or download it again")
             files = sorted(set(index.values()))
         elif (path / SINGLE).exists():
             files = [SINGLE]
@@ -245,6 +245,7 @@ def new_folder(path: pathlib.Path, is_own: Callable[[str], bool]) -> Iterator[pa
 
     Raises:
         ValueError: `path` is a file, or a folder that holds anything else.
+        OSError: with a file name; it cannot be written.
     """
     path = path.absolute()
     if path.exists() and not path.is_dir():
@@ -260,14 +261,27 @@ def new_folder(path: pathlib.Path, is_own: Callable[[str], bool]) -> Iterator[pa
         if path.exists():
             os.replace(path, scratch / "old")
         os.replace(new, path)
+    except OSError as error:
+        if error.errno and error.filename is None:  # a full disk does not say where
+            error.filename = str(path)
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def write_tensors(tensors: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Writes a safetensors file as transformers does; those who may read its folder may read it."""
+    """Writes a safetensors file as transformers does; those who may read its folder may read it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     arrays = {name: np.ascontiguousarray(jax.device_get(value)) for name, value in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt"})
+    try:
+        save_file(arrays, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+        raise
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it
 
 

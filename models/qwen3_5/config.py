@@ -161,9 +161,9 @@ class Config:
         """
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
-        text, vision = dict(source.get("text_config") or {}), dict(source.get("vision_config") or {})
+        text, vision = dict(_mapping(source, "text_config")), dict(_mapping(source, "vision_config"))
 
-        rope = {**text, **(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+        rope = {**text, **_mapping(text, "rope_scaling"), **_mapping(text, "rope_parameters")}
         if rope.get("rope_type", "default") != "default":
             raise ValueError(f"rope_type={rope['rope_type']!r} is not supported: only 'default' is")
         text.update({key: rope[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in rope})
@@ -174,7 +174,7 @@ class Config:
             every, layers = text["full_attention_interval"], text.get("num_hidden_layers", TextConfig.num_hidden_layers)
             text["layer_types"] = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
 
-        vision.update({"rope_theta": (vision.get("rope_parameters") or {}).get("rope_theta", VisionConfig.rope_theta)})
+        vision["rope_theta"] = _mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
         for key in ("patch_size", "temporal_patch_size"):
             if isinstance(vision.get(key), list | tuple):
                 sides = set(vision[key])
@@ -214,6 +214,13 @@ class Config:
                 "model_type": "qwen3_5_vision", **vision,
             },
         }  # fmt: skip
+
+
+def _mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = source.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} in config.json is {value!r:.40}, not an object: copy or download the file again")
+    return value
 
 
 def _read(cls: Any, values: Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from cpjax.mesh import make_mesh
@@ -53,7 +53,7 @@ def retie(folder):
     rewrite(folder, lambda held: held.pop("lm_head.weight"))
 
 
-def test_round_trip_keeps_every_bit(tmp_path):
+def test_r66_round_trip_keeps_every_bit(tmp_path):
     save_pretrained(golden_model(), tmp_path / "out")
     assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert_same(tensors(tmp_path / "out"), tensors(FOLDER))
@@ -62,7 +62,7 @@ def test_round_trip_keeps_every_bit(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_round_trip_in_shards(tmp_path):
+def test_r66_round_trip_in_shards(tmp_path):
     save_pretrained(golden_model(), tmp_path / "out", max_shard_bytes=100_000)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     files = sorted(f.name for f in (tmp_path / "out").glob("*.safetensors"))
@@ -74,7 +74,7 @@ def test_round_trip_in_shards(tmp_path):
     assert_same(to_numpy(from_pretrained(tmp_path / "out")), tensors(FOLDER))
 
 
-def test_round_trip_of_mixed_dtypes(folder, tmp_path):
+def test_r66_round_trip_of_mixed_dtypes(folder, tmp_path):
     def mix(held):
         for name, value in held.items():
             held[name] = value if name.endswith("A_log") else value.astype(jnp.bfloat16)
@@ -86,7 +86,7 @@ def test_round_trip_of_mixed_dtypes(folder, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(wide))} == {np.dtype(np.float32)}
 
 
-def test_round_trip_of_a_tied_head(folder, tmp_path):
+def test_r66_round_trip_of_a_tied_head(folder, tmp_path):
     retie(folder)
     model = from_pretrained(folder)
     np.testing.assert_array_equal(model.head(), tensors(folder)["model.language_model.embed_tokens.weight"].T)
@@ -138,19 +138,19 @@ def test_names_of_any_parameter_shaped_tree():
 LOST = "model.language_model.layers.3.self_attn.q_proj.weight"
 
 
-def test_a_missing_tensor(folder):
+def test_r64_a_missing_tensor(folder):
     rewrite(folder, lambda held: (held.pop(LOST), held.pop("lm_head.weight")))
     with pytest.raises(ValueError, match=r"lacks the tensor lm_head.weight, needed with shape \(96, 32\) \(1 more"):
         from_pretrained(folder)
 
 
-def test_a_tensor_of_another_shape(folder):
+def test_r64_a_tensor_of_another_shape(folder):
     rewrite(folder, lambda held: held.update({LOST: np.zeros((3, 32), np.float32)}))
     with pytest.raises(ValueError, match=rf"{LOST} in .* has shape \(3, 32\), but config.json needs \(128, 32\)"):
         from_pretrained(folder)
 
 
-def test_a_renamed_tensor(folder):
+def test_r64_a_renamed_tensor(folder):
     rewrite(folder, lambda held: held.update({LOST + "2": held.pop(LOST)}))
     with pytest.raises(ValueError, match=f"lacks the tensor {LOST}"):
         from_pretrained(folder)
@@ -162,7 +162,7 @@ def test_a_tensor_of_integers(folder):
         from_pretrained(folder)
 
 
-def test_extra_tensors_are_reported_but_not_the_mtp_head(folder, recwarn):
+def test_r64_extra_tensors_are_reported_but_not_the_mtp_head(folder, recwarn):
     rewrite(folder, lambda held: held.update({"mtp.fc.weight": np.zeros(2, np.float32)}))
     from_pretrained(folder)
     assert not recwarn.list
@@ -199,15 +199,35 @@ def test_other_folders_that_are_no_checkpoint(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
         from_pretrained(folder)
-    (folder / INDEX).write_text("{}")
-    with pytest.raises(ValueError, match=r"has no weight_map"):
-        from_pretrained(folder)
+    for index in ({}, {"weight_map": {"lm_head.weight": 3}}, {"weight_map": {"lm_head.weight": ["a"]}}):
+        (folder / INDEX).write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=r"has no weight_map of file names"):
+            from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for changed, part in (
+        (config | {"text_config": "small"}, "text_config"),
+        (config | {"vision_config": [1]}, "vision_config"),
+        (config | {"text_config": config["text_config"] | {"rope_parameters": 3}}, "rope_parameters"),
+    ):
+        (folder / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=rf"^{part} in config.json is .*, not an object"):
+            from_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
         from_pretrained(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config.json holds list"):
         from_pretrained(folder)
+
+
+def test_a_disk_that_takes_no_more_is_named(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("cpjax.models.common.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        save_pretrained(golden_model(), tmp_path / "out")
+    assert error.value.filename == str(tmp_path / "out") and not list(tmp_path.iterdir())
 
 
 def test_saving_refuses_a_folder_with_other_content(tmp_path):
@@ -230,7 +250,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_opens_the_export(tmp_path, tied):
+def test_r66_transformers_opens_the_export(tmp_path, tied):
     """With nothing missing and nothing unexpected, and the same logits."""
     torch = pytest.importorskip("torch", reason="torch is not installed: this test opens exports with transformers")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: this test needs it")

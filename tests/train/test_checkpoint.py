@@ -1,7 +1,9 @@
-"""Checkpoints: other meshes, half-written files, other runs."""
+"""Checkpoints: other meshes, half-written files, other runs (reports R62 to R65)."""
 
 import dataclasses
+import json
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from cpjax.mesh import make_mesh
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
+from cpjax.train.errors import InputError
 from cpjax.train.optimizer import make_optimizer
 from cpjax.train.step import init_state
 
@@ -34,11 +37,11 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 8)])
-def test_restores_bitwise_on_another_mesh(tmp_path, sizes):
+def test_r63_restores_bitwise_on_another_mesh(tmp_path, sizes):
     config = make_config(tmp_path)
     saved = make_state(make_mesh(fsdp=2, cp=4), seed=7)
     checkpoints = Checkpoints(config)
-    checkpoints.save(saved, 7)
+    checkpoints.save(saved, 7, {})
     checkpoints.wait()
     mesh = make_mesh(*sizes)
     restored = checkpoints.restore(make_state(mesh), mesh, print)
@@ -48,11 +51,11 @@ def test_restores_bitwise_on_another_mesh(tmp_path, sizes):
     assert spec == jax.sharding.PartitionSpec("fsdp" if sizes[1] > 1 else None, None)
 
 
-def test_a_half_written_checkpoint_gives_way_to_the_one_before(tmp_path):
+def test_r65_a_half_written_checkpoint_gives_way_to_the_one_before(tmp_path, capfd):
     config, mesh = make_config(tmp_path, keep=3), make_mesh()
     checkpoints = Checkpoints(config)
     for step in (1, 2, 3):
-        checkpoints.save(make_state(mesh, seed=step), step)
+        checkpoints.save(make_state(mesh, seed=step), step, {})
     checkpoints.wait()
     checkpoints.close()
     for file in (tmp_path / "checkpoints" / "3" / "state").rglob("d/*"):
@@ -62,20 +65,36 @@ def test_a_half_written_checkpoint_gives_way_to_the_one_before(tmp_path):
     checkpoints = Checkpoints(config)
     restored = checkpoints.restore(make_state(mesh), mesh, said.append)
     assert_same(restored, make_state(mesh, seed=2))
+    assert capfd.readouterr().err == ""  # orbax would print tracebacks
     assert len(said) == 1 and "checkpoint 3 is incomplete" in said[0]
     assert (tmp_path / "unreadable-3").is_dir()
 
-    checkpoints.save(make_state(mesh, seed=3), 3)  # that number again
+    checkpoints.save(make_state(mesh, seed=3), 3, {})  # that number again
     checkpoints.wait()
     assert_same(checkpoints.restore(make_state(mesh), mesh, said.append), make_state(mesh, seed=3))
     checkpoints.close()
     assert len(said) == 1
 
 
-def test_a_save_cut_short_is_said(tmp_path):
+def test_r65_a_run_without_a_readable_checkpoint_does_not_start_again_by_itself(tmp_path):
     config, mesh = make_config(tmp_path), make_mesh()
     checkpoints = Checkpoints(config)
-    checkpoints.save(make_state(mesh, seed=1), 1)
+    for step in (1, 2):
+        checkpoints.save(make_state(mesh, seed=step), step, {})
+        checkpoints.wait()
+        shutil.rmtree(checkpoints.folder / str(step) / "run")
+    said = []
+    with pytest.raises(InputError, match=r"no checkpoint of the run in .* can be read"):
+        checkpoints.restore(make_state(mesh), mesh, said.append)
+    assert len(said) == 2
+    assert checkpoints.restore(make_state(mesh), mesh, said.append) is None
+    checkpoints.close()
+
+
+def test_r65_a_save_cut_short_is_said(tmp_path):
+    config, mesh = make_config(tmp_path), make_mesh()
+    checkpoints = Checkpoints(config)
+    checkpoints.save(make_state(mesh, seed=1), 1, {})
     checkpoints.wait()
     checkpoints.close()
     os.rename(tmp_path / "checkpoints" / "1", tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp")
@@ -89,10 +108,42 @@ def test_a_save_cut_short_is_said(tmp_path):
 def test_keeps_the_newest(tmp_path):
     checkpoints = Checkpoints(make_config(tmp_path, keep=2))
     for step in (1, 2, 3, 4):
-        checkpoints.save(make_state(make_mesh(), seed=step), step)
+        checkpoints.save(make_state(make_mesh(), seed=step), step, {})
     checkpoints.wait()
     checkpoints.close()
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kept", "best"),
+    [
+        ("held_out_accuracy", {2: 0.5, 3: 0.9, 5: 0.7, 6: float("nan")}, {3, 6, 7}, 3),
+        ("held_out_loss", {2: 0.5, 3: 0.9, 5: 0.7}, {2, 6, 7}, 2),
+        ("held_out_accuracy", {}, {6, 7}, None),
+    ],
+)
+def test_keeps_the_newest_and_the_best(tmp_path, name, values, kept, best):
+    config, state = make_config(tmp_path, keep=2, keep_best=name), make_state(make_mesh())
+    for steps in (range(1, 5), range(5, 8)):  # the second process knows the best of the first
+        checkpoints = Checkpoints(config)
+        for step in steps:
+            record = {"loss": 1.0} | ({name: values[step]} if step in values else {})
+            old = values.get(checkpoints.best_step)
+            better = step in values and (old is None or (values[step] < old if "loss" in name else values[step] > old))
+            assert checkpoints.is_best(record) == better
+            checkpoints.save(state, step, record)
+            checkpoints.wait()
+        checkpoints.close()
+    assert {int(path.name) for path in (tmp_path / "checkpoints").iterdir()} == kept
+    assert checkpoints.best_step == best
+
+
+def test_an_unknown_metric_is_refused(tmp_path):
+    checkpoints = Checkpoints(make_config(tmp_path, keep_best="held_out_acuracy"))
+    assert not checkpoints.is_best({"loss": 1.0})
+    with pytest.raises(InputError, match=r"held_out_acuracy: the metrics to choose from are held_out_accuracy$"):
+        checkpoints.is_best({"loss": 1.0, "held_out_accuracy": 0.5})
+    checkpoints.close()
 
 
 def test_saved_values_survive_donation(tmp_path):
@@ -100,17 +151,33 @@ def test_saved_values_survive_donation(tmp_path):
     state = make_state(mesh, seed=5)
     want = jax.tree.map(np.array, state)
     checkpoints = Checkpoints(make_config(tmp_path))
-    checkpoints.save(state, 5)
+    checkpoints.save(state, 5, {})
     jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state))
     checkpoints.wait()
     assert_same(checkpoints.restore(make_state(mesh), mesh, print), want)
     checkpoints.close()
 
 
-def test_other_arrays_are_refused(tmp_path):
+def test_r62_a_checkpoint_of_another_data_position_is_not_used(tmp_path):
+    config, mesh = make_config(tmp_path), make_mesh()
+    checkpoints = Checkpoints(config)
+    for step in (1, 2):
+        checkpoints.save(make_state(mesh, seed=step), step, {})
+    checkpoints.wait()
+    file = checkpoints.folder / "2" / "run" / "metadata"
+    run = json.loads(file.read_text())
+    assert run["next_step"] == 2
+    file.write_text(json.dumps(run | {"next_step": 3}))
+    said = []
+    assert_same(checkpoints.restore(make_state(mesh), mesh, said.append), make_state(mesh, seed=1))
+    checkpoints.close()
+    assert len(said) == 1 and "it says that its next step is 3" in said[0]
+
+
+def test_r64_other_arrays_are_refused(tmp_path):
     mesh = make_mesh()
     checkpoints = Checkpoints(make_config(tmp_path))
-    checkpoints.save(make_state(mesh), 1)
+    checkpoints.save(make_state(mesh), 1, {})
     checkpoints.wait()
     with pytest.raises(ValueError, match=r"holds float32 of shape \(8, 6\) at \S+ but the model .* \(9, 6\)"):
         checkpoints.restore(make_state(mesh, width=9), mesh, print)

@@ -65,12 +65,12 @@ def test_bad_options(arguments, words, tmp_path):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("mesh: {cpp: 3}", "cpp"),
-        ("mash: {cp: 3}", "mash"),
+        ("mesh: {cpp: 3}", r"recipe.yaml: .*cpp"),
+        ("mash: {cp: 3}", r"recipe.yaml: .*mash"),
         ("mesh: 3", "mesh"),
         ("mesh: {cp: null}", "mesh.cp"),
-        ("mesh: [", "line 2"),
-        ("nonsense", "nonsense"),
+        ("mesh: [", r"recipe.yaml:2: expected"),
+        ("nonsense", r"recipe.yaml: .*nonsense"),
     ],
 )
 def test_bad_files(text, word, tmp_path):

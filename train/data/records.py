@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cpjax.train.errors import InputError
+
 ROLES = {
     "system": "system", "user": "user", "assistant": "assistant",
     "human": "user", "gpt": "assistant",
@@ -17,7 +19,7 @@ ROLES = {
 """What each name of a role means."""
 
 
-class RecordError(ValueError):
+class RecordError(InputError):
     """A record that cannot be used, named with its file and line.
 
     Attributes:
