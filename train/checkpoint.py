@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -78,9 +78,13 @@ def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]])
 class Checkpoints:
     """The checkpoints of one run, by step, in `out/checkpoints`.
 
-    Each holds the train state and, as JSON, the options and the data position (the next step; documents are a
-    function of the seed and the step).
+    Each holds the train state and, as JSON, the options and the data position.
+
+    Attributes:
+        data: the data position of what was restored.
     """
+
+    data: Mapping[str, Any]
 
     def __init__(self, config: Config):
         self.folder = pathlib.Path(config.run.out).resolve() / "checkpoints"
@@ -96,11 +100,15 @@ class Checkpoints:
             item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
         )
 
-    def save(self, state: TrainState, step: int) -> None:
-        """Starts to write the state after `step` steps; older checkpoints go once this one is complete."""
+    def save(self, state: TrainState, step: int, *, data: Mapping[str, Any] | None = None) -> None:
+        """Starts to write the state after `step` steps; older checkpoints go once this one is complete.
+
+        Args:
+            data: where the data are, for JSON.
+        """
         if step in self._manager.all_steps():
             return
-        run = {"config": self._config.to_dict(), "next_step": step}
+        run = {"config": self._config.to_dict(), "next_step": step, "data": dict(data or {})}
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)), force=True
         )
@@ -139,6 +147,7 @@ class Checkpoints:
                 restored = self._manager.restore(step, args=items)
                 if restored.run["next_step"] != step:
                     raise OSError(f"it says that its next step is {restored.run['next_step']}")
+                self.data = restored.run["data"]
                 return restored.state
             except _Mismatch as error:
                 raise ValueError(str(error)) from None
