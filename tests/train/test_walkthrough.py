@@ -68,7 +68,7 @@ def test_the_walk_through(shell):
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGINT, said + errors
     stopped = int(re.search(r"stopped by SIGINT after step (\d+), which is saved", said)[1])
-    assert "1 shapes at most" in said and "compiled once" in said and stopped < 40
+    assert "1 shape at most" in said and "compiled once" in said and stopped < 40
 
     said = finish(start(resume))
     assert f"resuming after step {stopped}" in said
