@@ -54,7 +54,13 @@ def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dt
     return checkpoint.load(abstract, module.weights(config), path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
 
 
-def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5_000_000_000) -> None:
+def save_pretrained(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    companions: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
     """Writes a folder that `from_pretrained`, and transformers, read.
 
     config.json is what the model was read from, except that a `dtype` in it follows the weights. The folder appears
@@ -63,6 +69,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_byt
     Args:
         model: of any family.
         folder: created, with its parents.
+        companions: a folder whose tokenizer, chat template and processor files, as far as it has them, are copied.
         max_shard_bytes: weights beyond it go to several files and an index.
 
     Raises:
@@ -74,7 +81,8 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_byt
             if part.get(key) is not None:
                 part[key] = jnp.dtype(model.embed_tokens[...].dtype).name
     weights = family(model.config.model_type).weights(model.config)
-    checkpoint.save(weights, model, config, pathlib.Path(folder), max_shard_bytes)
+    source = None if companions is None else pathlib.Path(companions)
+    checkpoint.save(weights, model, config, pathlib.Path(folder), max_shard_bytes, source)
 
 
 def to_hf_names(model_or_config: Any, tree: Any) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from cpjax.train.step import TrainState
 
 FREE = {
     "mesh", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
-    "run.eval_every", "run.eval_batches", "run.save_every", "run.keep", "run.keep_best",
+    "run.eval_every", "run.eval_batches", "run.save_every", "run.keep", "run.keep_best", "records.workers",
+    "records.held_out", "records.answers", "records.max_new_tokens",
 }  # fmt: skip
 """Sections and options that may change on resume: they do not decide the numbers."""
 
@@ -117,15 +118,18 @@ def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]])
 class Checkpoints:
     """The checkpoints of one run, by step, in `out/checkpoints`: the newest ones and, by `run.keep_best`, the best.
 
-    Each holds the train state and, as JSON, the options, the data position (the next step; documents are a function
-    of the seed and the step) and the held-out metrics, if it was evaluated.
+    Each holds the train state and, as JSON, the options, the data position and the held-out metrics, if it was
+    evaluated.
 
     Attributes:
         folder: where they are.
+        data: the data position of what was restored.
 
     What writes raises InputError when the disk is full or cannot be written; a save runs in the background, so that
     the next call may be the one to raise. Complete checkpoints are not touched then.
     """
+
+    data: Mapping[str, Any]
 
     def __init__(self, config: Config):
         self.folder = pathlib.Path(config.run.out).resolve() / "checkpoints"
@@ -173,16 +177,24 @@ class Checkpoints:
             raise InputError(f"--run.keep_best is {name}: the metrics to choose from are {', '.join(found)}")
         return bool(name) and self._score(found) > max(self._scores.values(), default=-math.inf)
 
-    def save(self, state: TrainState, step: int, record: Mapping[str, float]) -> None:
+    def save(
+        self, state: TrainState, step: int, record: Mapping[str, float], data: Mapping[str, Any] | None = None
+    ) -> None:
         """Starts to write the state after `step` steps; older checkpoints go once this one is complete.
 
         Args:
             record: metrics of that step.
+            data: where the data are, for JSON.
         """
         if step in self._manager.all_steps():
             return
         self._scores[step] = self._score(record)
-        run = {"config": self._config.to_dict(), "next_step": step, "metrics": _held_out(record)}
+        run = {
+            "config": self._config.to_dict(),
+            "next_step": step,
+            "data": dict(data or {}),
+            "metrics": _held_out(record),
+        }
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         with self._told():
             self._manager.save(step, args=items, force=True)
@@ -244,6 +256,7 @@ class Checkpoints:
                 restored = self._manager.restore(step, args=items)
                 if restored.run["next_step"] != step:
                     raise OSError(f"it says that its next step is {restored.run['next_step']}")
+                self.data = restored.run["data"]
                 return restored.state
             except (InputError, MemoryError, jax.errors.JaxRuntimeError):  # the checkpoint is not to blame
                 raise

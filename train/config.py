@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import pathlib
 import re
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 import yaml
 from jsonargparse import SUPPRESS, ArgumentParser, set_parsing_settings
+
+from cpjax.train.data.options import RecordsConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Data"""
+    """Data of the default job; ignored where --records.files names records"""
 
     images: int = 64
     """Digit images per document."""
@@ -165,18 +168,18 @@ class RunConfig:
     steps: int = 700
     """Length of the run, in optimizer steps."""
     batch_size: int = 2
-    """Documents per step, over all devices."""
+    """Rows per step, over all devices: documents, or records packed together."""
     accumulate: int = 1
     """Parts that the batch of a step is computed in, one after another, which takes less memory; the result is that of
     the whole batch."""
     max_nonfinite: int = 20
     """Steps in a row whose loss or gradient may be infinite or no number; each is skipped, and then the run stops."""
     seed: int = 0
-    """Seed of initial weights and of the documents."""
+    """Seed of initial weights, of the documents, and of the order and packing of records."""
     eval_every: int = 100
-    """Steps between evaluations on held-out documents; the last step is always evaluated."""
+    """Steps between evaluations on held-out documents or records; the last step is always evaluated."""
     eval_batches: int = 8
-    """Batches of held-out documents per evaluation."""
+    """Batches of held-out documents per evaluation of the default job."""
     save_every: int = 100
     """Steps between checkpoints; the last step, SIGTERM and Ctrl-C always save one."""
     keep: int = 2
@@ -196,6 +199,7 @@ class Config:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
@@ -227,6 +231,10 @@ class Config:
             self.run.batch_size % rows == 0,
             f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {rows}",
         )
+        if self.records.files and not self.model.path:
+            raise ValueError(
+                f"--records.files is {self.records.files}: records need --model.path, a model with its tokenizer"
+            )
         if self.lora.rank and not self.model.path:
             raise ValueError(f"--lora.rank is {self.lora.rank}: adapters need --model.path, the model that they adapt")
         if self.lora.path and not self.lora.rank:
@@ -291,7 +299,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
         if option == "--config" or option.startswith("--config="):
             _check_file(pathlib.Path(option.partition("=")[2] or value), parser)
     try:
-        parsed = parser.parse_args(arguments)
+        parsed = parser.parse_args(_lists(arguments))
     except Exception as error:  # jsonargparse raises several kinds; all mean bad input here
         raise ValueError(_sentence(str(error), parser)) from None
     sections: dict[str, Any] = {}
@@ -336,6 +344,18 @@ def _files_first(arguments: Sequence[str]) -> list[str]:
         files += rest[found[0] : end]
         del rest[found[0] : end]
     return files + rest
+
+
+def _lists(arguments: Sequence[str]) -> list[str]:
+    """Writes a.jsonl,b.parquet, the files of an option, as the list that it is."""
+    out: list[str] = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        if (option if equals else "".join(out[-1:])) in ("--records.files", "--records.held_out"):
+            listed = value if value.startswith("[") else json.dumps(value.split(","))
+            argument = option + equals + listed
+        out.append(argument)
+    return out
 
 
 def _sentence(message: str, parser: ArgumentParser) -> str:

@@ -16,13 +16,14 @@ import yaml
 from jax.sharding import Mesh
 
 from cpjax.mesh import make_mesh
-from cpjax.models import family, from_pretrained
-from cpjax.shard import Layout, Packed, Sharder, layout_from_name, make_batch
+from cpjax.models import from_pretrained
+from cpjax.shard import Layout, Sharder, layout_from_name
 from cpjax.train import digits
 from cpjax.train.config import DataConfig
 from cpjax.train.devices import set_up_devices
 from cpjax.train.errors import computing, run_command
 from cpjax.train.step import Arrays, make_eval_step, place_batch, split_model
+from cpjax.train.task import HostBatch, host_batch
 
 HELD_OUT_SEED = 0
 """The held-out documents are the same in every run."""
@@ -34,16 +35,12 @@ Counts = dict[str, np.ndarray]
 """[right, asked] by kind of question."""
 
 
-def host_batch(
+def digits_batch(
     model_config: Any, data: DataConfig, documents: Sequence[digits.Document], layout: Layout
-) -> tuple[dict[str, np.ndarray], Sharder]:
+) -> HostBatch:
     """Documents as a padded host batch; its shapes depend on the options alone, so that a step compiles once."""
-    module = family(model_config.model_type)
     rows = [document.row for document in documents]
-    length = digits.length(data)
-    batch = module.prepare(model_config, rows, length=length, num_patches=digits.num_patches(data))
-    padded_length = layout.pad_length(length) * (len(rows) if isinstance(layout, Packed) else 1)
-    return make_batch(batch, layout, streams=module.STREAMS, padded_length=padded_length)
+    return host_batch(model_config, rows, layout, digits.length(data), digits.num_patches(data))
 
 
 @computing()
@@ -60,7 +57,7 @@ def ask(
     All answers come from one forward pass, each token of an answer given the right ones before it: an answer is right
     in every token exactly if the model would also have written it by itself.
     """
-    batch, sharder = host_batch(model_config, data, documents, layout)
+    batch, sharder = digits_batch(model_config, data, documents, layout)
     predicted = np.asarray(predict(place_batch(batch, mesh), sharder))
     if sharder.places is not None:  # one row of all documents
         predicted = predicted[0, sharder.places].reshape(len(documents), -1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pathlib
 import shlex
@@ -25,23 +24,21 @@ from cpjax import __version__
 from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.shard import layout_from_name
-from cpjax.train import digits
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config
 from cpjax.train.errors import computing
-from cpjax.train.evaluate import held_out_accuracies, held_out_documents, host_batch
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
 from cpjax.train.optimizer import make_optimizer, make_schedule
-from cpjax.train.report import describe_parameters, relative_change, write_card
+from cpjax.train.report import describe_parameters, relative_change
 from cpjax.train.step import (
     init_state,
-    make_eval_step,
     make_train_step,
     merge_model,
     place_batch,
     split_model,
 )
+from cpjax.train.task import open_task
 
 
 def train(config: Config, devices: str) -> int:
@@ -70,9 +67,10 @@ def train(config: Config, devices: str) -> int:
             f"bfloat16 with --mesh.transport {transport} crashes XLA's compiler for CPUs: use ring, float32, or GPUs"
         )
 
-    model = make_model(config)
-    model_config, table = model.config, weight_table(model)
-    name = model_config.to_dict().get("architectures", [type(model).__name__])[0]
+    task = open_task(config, layout)
+    model = make_model(config, task.model_config)
+    table = weight_table(model)
+    name = task.model_config.to_dict().get("architectures", [type(model).__name__])[0]
     names = {weight.path: weight.names for weight in table}
     graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
     schedule = make_schedule(config.optimizer, run.steps)
@@ -91,14 +89,9 @@ def train(config: Config, devices: str) -> int:
     train_step = make_train_step(
         graphdef, optimizer, schedule, mesh, accumulate=run.accumulate, ema=config.optimizer.ema, **forward
     )
-    eval_step = make_eval_step(graphdef, mesh, **forward)
+    evaluate = task.make_evaluation(graphdef, mesh, **forward)
 
-    def batch_of(step: int) -> Any:
-        documents = digits.documents(config.data, run.seed, step, run.batch_size, "train")
-        return host_batch(model_config, config.data, documents, layout)
-
-    held_out = held_out_documents(config.data, run.eval_batches, run.batch_size)
-    batch, sharder = batch_of(0)
+    batch, sharder = task.next_batch()
     jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder)  # what does not fit is said here
 
     claim_folder(config)
@@ -106,7 +99,10 @@ def train(config: Config, devices: str) -> int:
     if run.resume:
         restored = checkpoints.restore(state, mesh, say)
         say(f"resuming after step {restored.step}" if restored else "no checkpoint yet: starting from step 0")
-        state = restored or state
+        if restored:
+            state = restored
+            task.restore(checkpoints.data)
+            batch, sharder = task.next_batch()
     first = int(state.step)
     log = MetricsLog(out / "metrics.jsonl", first)
 
@@ -118,15 +114,14 @@ def train(config: Config, devices: str) -> int:
     say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp}")
     say(f"sequence    {layout.name} layout, {config.mesh.transport} transport: {sharder.length:,} tokens, "
         f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
-    say(f"data        {digits.describe(config.data)}")
+    for line in task.describe():
+        say(f"data        {line}")
     parts = f", in {run.accumulate} parts" if run.accumulate > 1 else ""
-    say(f"step        {run.batch_size} documents, {batch['input_ids'].size:,} tokens{parts}")
+    say(f"step        {run.batch_size} rows, {batch['input_ids'].size:,} tokens{parts}")
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
     left = f"steps {first + 1} to {run.steps}" if first < run.steps else f"complete, all {run.steps} steps are taken"
     say(f"run         {left}, seed {run.seed}, into {out}")
 
-    if first:
-        batch, sharder = batch_of(first)
     broken = False
     with (
         computing(),
@@ -138,17 +133,17 @@ def train(config: Config, devices: str) -> int:
         for step in range(first + 1, run.steps + 1):
             started = time.perf_counter()
             state, metrics = train_step(state, place_batch(batch, mesh), sharder)
-            used, (batch, sharder) = batch, batch_of(step)  # the next one, while the devices work
+            used, position = batch, task.state()
+            batch, sharder = task.next_batch()  # while the devices work
             record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}
             record["tokens_per_second"] = round(record["tokens"] / (time.perf_counter() - started), 1)
             broken = record["nonfinite"] >= run.max_nonfinite
             stop = bool(caught) or broken or step == run.steps
             if step % run.eval_every == 0 or step == run.steps:
-                predict = functools.partial(eval_step, state.best, state.frozen)
-                record |= held_out_accuracies(predict, held_out, model_config, config.data, layout, mesh)
+                record |= evaluate(state.best, state.frozen)
             log.write(record)
             if step % run.save_every == 0 or stop or checkpoints.is_best(record):
-                checkpoints.save(state, step, record)
+                checkpoints.save(state, step, record, position)
             advance(record)
             if stop:
                 break
@@ -156,7 +151,7 @@ def train(config: Config, devices: str) -> int:
     done = int(state.step)
     if broken:
         replay = out / f"nonfinite-{done}.npz"
-        np.savez(replay, **used)
+        np.savez(replay, **used)  # type: ignore[arg-type]
         say(
             f"stopped after step {done}: the loss or a gradient of the last {int(state.nonfinite)} steps was not "
             f"finite; they changed no parameter, the state is saved in checkpoint {done}, and the batch of step "
@@ -171,20 +166,23 @@ def train(config: Config, devices: str) -> int:
 
     records = read_metrics(out / "metrics.jsonl")
     result = records[-1]
-    draw_metrics(records, out / "curves.png", f"{digits.describe(config.data)}\ncp {layout.cp}, {layout.name} layout")
+    draw_metrics(records, out / "curves.png", f"{task.describe()[0]}\ncp {layout.cp}, {layout.name} layout")
     model, adapter, export = merge_model(graphdef, state.best, state.frozen), out / "adapter", out / "export"
     if config.lora.rank:
         save_adapter(model, adapter, config.lora, config.model.path)
         merge_adapters(model)
     if exported := not config.lora.rank or config.lora.merge:
-        save_pretrained(model, export)
-        write_card(export, config, result, name)
-    _, *initial = split_model(make_base(config))
+        save_pretrained(model, export, companions=config.model.path or None)
+        task.write_card(export, result, name)
+    _, *initial = split_model(make_base(config, task.model_config))
     _, *final = split_model(model)
     changes = relative_change(initial[0] | initial[1], final[0] | final[1], names)
     say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
         + " (change since the start, relative to the norm)")  # fmt: skip
-    say(f"held-out accuracy {result['held_out_accuracy']:.2f}")
+    for line in held_out(result):
+        say(line)
+    if left_out := task.left_out():
+        say(f"left out    {left_out}")
     say(f"picture     {out / 'curves.png'}")
     say(f"metrics     {out / 'metrics.jsonl'}")
     best = f", the best one {checkpoints.best_step}, by {run.keep_best}" if checkpoints.best_step else ""
@@ -194,16 +192,17 @@ def train(config: Config, devices: str) -> int:
         say(f"adapter     {adapter}")
     if exported:
         say(f"export      {export}")
-        say(f"try it      {python} -m cpjax.train.evaluate {shlex.quote(str(export))}")
+        if task.ask:
+            say(f"try it      {python} -m {task.ask} {shlex.quote(str(export))}")
     else:
         merged = shlex.quote(str(out / "merged"))
         say(f"merge it    {python} -m cpjax.train.lora {shlex.quote(str(adapter))} {merged}")
     return 0
 
 
-def make_model(config: Config) -> Any:
+def make_model(config: Config, model_config: Any) -> Any:
     """The model before the first step, with the adapters that are to be trained."""
-    model = make_base(config)
+    model = make_base(config, model_config)
     if config.lora.path:
         load_adapter(model, pathlib.Path(config.lora.path), config.lora)
     elif config.lora.rank:
@@ -211,14 +210,22 @@ def make_model(config: Config) -> Any:
     return model
 
 
-def make_base(config: Config) -> Any:
+def make_base(config: Config, model_config: Any) -> Any:
     """The model without adapters: from a Hugging Face folder, or fresh weights from the seed."""
     dtype = jnp.dtype(config.model.dtype)
     if config.model.path:
         return from_pretrained(config.model.path, dtype=dtype)
-    model_config = digits.model_config(config.model)
     model_class = family(model_config.model_type).Model
     return model_class(model_config, rngs=nnx.Rngs(config.run.seed), dtype=dtype)
+
+
+def held_out(record: dict[str, Any]) -> list[str]:
+    """What an evaluation found, in all: "held-out accuracy 0.98"."""
+    return [
+        f"held-out {name.removeprefix('held_out_')} {value:.2f}"
+        for name, value in record.items()
+        if name.startswith("held_out_") and "/" not in name
+    ]
 
 
 @contextlib.contextmanager
@@ -249,9 +256,7 @@ def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable
         line = (
             f"loss {record['loss']:.4f}  accuracy {record['accuracy']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
         )
-        if "held_out_accuracy" in record:
-            line += f"  held-out accuracy {record['held_out_accuracy']:.3f}"
-        return line
+        return "  ".join([line, *held_out(record)])
 
     started = time.monotonic()
 
@@ -260,7 +265,7 @@ def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable
         step = record["step"]
         if step == first + 1:
             started = time.monotonic()  # the first step compiles
-        if step % max(steps // 20, 1) and step not in (first + 1, steps) and "held_out_accuracy" not in record:
+        if step % max(steps // 20, 1) and step not in (first + 1, steps) and not held_out(record):
             return
         seconds = (time.monotonic() - started) / max(step - first - 1, 1) * (steps - step)
         left = f"  {seconds:.0f} s left" if first + 1 < step < steps else ""
@@ -278,9 +283,9 @@ def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable
         task = progress.add_task("", total=steps, completed=first)
 
         def move_bar(record: dict[str, Any]) -> None:
-            shown = {name: value for name, value in record.items() if name != "held_out_accuracy"}
+            shown = {name: value for name, value in record.items() if not name.startswith("held_out_")}
             progress.update(task, completed=record["step"], description=text(shown))
-            if "held_out_accuracy" in record:
+            if held_out(record):
                 console.print(f"step {record['step']}  {text(record)}")
 
         yield move_bar

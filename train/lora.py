@@ -280,7 +280,7 @@ def merge(adapter: pathlib.Path, out: pathlib.Path, base: str | None) -> int:
     model = from_pretrained(base)
     load_adapter(model, adapter)
     merge_adapters(model)
-    save_pretrained(model, out)
+    save_pretrained(model, out, companions=base)
     print(f"merged {adapter} into {base}: {out}")
     return 0
 

@@ -39,7 +39,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def draw_metrics(records: list[dict[str, Any]], path: pathlib.Path, title: str) -> None:
-    """Draws loss and accuracy over steps."""
+    """Draws loss and accuracy over steps, of training and of what was held out, as far as there is any."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,17 +47,19 @@ def draw_metrics(records: list[dict[str, Any]], path: pathlib.Path, title: str) 
     FigureCanvasAgg(figure)
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     steps = [record["step"] for record in records]
-    held_out = [record for record in records if "held_out_accuracy" in record]
+    losses, accuracies, exact = (
+        [(record["step"], record[f"held_out_{name}"]) for record in records if f"held_out_{name}" in record]
+        for name in ("loss", "accuracy", "exact")
+    )
     loss_axes.plot(steps, [record["loss"] for record in records], color="tab:blue", lw=1)
+    if losses:
+        loss_axes.plot(*zip(*losses, strict=True), "o-", color="tab:orange")
     loss_axes.set(xlabel="step", ylabel="training loss (nats per answer token)", ylim=(0, None))
     accuracy_axes.plot(
         steps, [record["accuracy"] for record in records], color="tab:blue", lw=1, label="training tokens"
     )
-    accuracy_axes.plot(
-        [record["step"] for record in held_out],
-        [record["held_out_accuracy"] for record in held_out],
-        "o-", color="tab:orange", label="held-out answers",
-    )  # fmt: skip
+    if answers := accuracies or exact:
+        accuracy_axes.plot(*zip(*answers, strict=True), "o-", color="tab:orange", label="held-out answers")
     accuracy_axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.02))
     accuracy_axes.legend(loc="lower right", frameon=False)
     figure.suptitle(title, fontsize=10)

@@ -80,15 +80,16 @@ def plan_transport(q: Any, k: Any, v: Any = None, *, sharder: Sharder, mask: Mas
 
     | transport | forward | backward |
     |---|---|---|
-    | ring | h N K W e | g N K W (e + a) |
+    | ring | h N K W e | N K W (g e + h a) |
     | allgather | (cp - 1) N K W e | (cp - 1) N K W e |
     | ulysses | (1 - 1/cp) N H (D + Dv) e + (cp - 1) N M W e | the same |
-    | ring_ulysses, u members | ulysses's with u for cp, then h u N K' W e | ulysses's, then g u N K' W (e + a) |
+    | ring_ulysses, u members | ulysses's with u for cp, then h u N K' W e | ulysses's, then u N K' W (g e + h a) |
 
-    h hops over the groups: cp - 1 (ring), cp / u - 1 (ring_ulysses), fewer under a window; in the backward g = h + 1,
-    or 1 of a single hop, in each direction. M key heads go to each member: K / u, or 1 where u is a multiple of K
-    (members that share a head get it each); K' of them are held, M unless u and K divide neither way. The masks'
-    streams add (cp - 1) N 4 bytes each to the forward. Tokens count with the empty slots of the tiles.
+    h hops over the groups: cp - 1 (ring), cp / u - 1 (ring_ulysses), fewer under a window. In the backward keys and
+    values go back where they came from: g = h + 1, or 1 of a single hop; where a window reaches both ways, those of the
+    second way stop one hop before home, which is one hop less for g. M key heads go to each member: K / u, or 1 where u
+    is a multiple of K (members that share a head get it each); K' of them are held, M unless u and K divide neither
+    way. The masks' streams add (cp - 1) N 4 bytes each to the forward. Tokens count with the empty slots of the tiles.
 
     "auto" takes the least sum of computation on the busiest rank and bytes that no computation hides, at
     `FLOPS_PER_BYTE`: hops of a ring are hidden as far as the computation of a hop lasts, other bytes are not.
@@ -177,10 +178,13 @@ class _Problem:
             kept = self.kv_heads
             exchanged = (held - 1) * kept * row * entry
         hop = held * kept * row
-        returns = sum(n + 1 if n > 1 else n for n in hops)
+        ways = [hops[0], hops[1] - 1] if all(hops) else [sum(hops)]
+        returned = sum(n + 1 if n > 1 else n for n in ways)
         streams = 4 * (cp - 1) * self.tokens * self._streams(members)
         forward = exchanged + sum(hops) * hop * entry + streams
-        return Plan(transport, members, held, hops, forward, exchanged + returns * hop * (entry + wide), "")
+        return Plan(
+            transport, members, held, hops, forward, exchanged + hop * (returned * entry + sum(hops) * wide), ""
+        )
 
     def _streams(self, members: int) -> int:
         mask = self.mask

@@ -137,19 +137,20 @@ def _forward(setup: Setup, q: Any, kv: Any, sinks: Any, *where: Any) -> tuple[An
             return following, meet(n * direction, state, kv)
 
         kv, state = _loop(first, hops, hop, (kv, state))
-        return meet(hops * direction, state, kv)
+        return kv, meet(hops * direction, state, kv)
 
     ahead, back = setup.plan.hops
-    state = way(1, 0, ahead, kv, state)
+    last, state = way(1, 0, ahead, kv, state)
+    last_back = None
     if back:
-        state = way(-1, 1, back, walk.permute(kv, -1), state)
+        last_back, state = way(-1, 1, back, walk.permute(kv, -1), state)
     output, *statistics = blockwise.finish(state, sinks)
     output = output.astype(q.dtype)
-    return output, (q, kv, sinks, output, *statistics, where)
+    return output, (q, (last, last_back), sinks, output, *statistics, where)
 
 
 def _backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
-    q, kv, sinks, output, peak, total, where = residuals
+    q, last, sinks, output, peak, total, where = residuals
     walk = _Walk(setup, *where)
     dtype = blockwise.accumulation_dtype(output)
     delta = (output.astype(dtype) * grad.astype(dtype)).sum(-1)
@@ -157,36 +158,35 @@ def _backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
     def meet(step, dq, kv):
         return setup.kernel.backward(dq, q, kv, grad, peak, total, delta, *walk.tokens(step), setup.rule)
 
-    def way(direction, hops, dq, dkv):
-        """Follows the keys away from home, taking dkv along, and brings the sum of their gradients home."""
+    def way(direction, hops, end, dq, kv):
+        """Walks back: from the keys that came last to those at step `end`, with the gradients of keys behind them."""
 
         def hop(n, carry):
             kv, dq, dkv = carry
             # Both start before this hop's computation, which hides them: that is why the gradients sent are those of
             # the hop before, and why one kv too many is sent (to leave it out costs a third copy of the kernel).
-            arrived, following = walk.permute(dkv, direction), walk.permute(kv, direction)
-            dq, dkv = meet(n * direction, dq, kv)
+            arrived, following = walk.permute(dkv, -direction), walk.permute(kv, -direction)
+            dq, dkv = meet((hops - n) * direction, dq, kv)
             return following, dq, arrived + dkv
 
-        _, dq, dkv = lax.fori_loop(1, hops + 1, hop, (walk.permute(kv, direction), dq, dkv))
-        return dq, walk.permute(dkv, -hops * direction)
+        dq, dkv = meet(hops * direction, dq, kv)
+        if hops == end:
+            return dq, dkv
+        carry, count = (walk.permute(kv, -direction), dq, dkv), hops - end
+        return (hop(1, carry) if count == 1 else lax.fori_loop(1, count + 1, hop, carry))[1:]
 
-    zero = jnp.zeros((*q.shape[:3], q.shape[5], *q.shape[3:5]), dtype)
-    dq, dkv = meet(0, vary_over(zero, varying_axes(q)), kv)
-    for direction, hops in zip((1, -1), setup.plan.hops, strict=True):
-        if hops == 1:
-            dq, away = meet(direction, dq, walk.permute(kv, direction))
-            dkv = dkv + walk.permute(away, -direction)
-        elif hops and direction == 1:
-            dq, dkv = way(direction, hops, dq, dkv)
-        elif hops:
-            dq, home = way(direction, hops, dq, jnp.zeros_like(dkv))
-            dkv = dkv + home
+    dq = vary_over(jnp.zeros((*q.shape[:3], q.shape[5], *q.shape[3:5]), dtype), varying_axes(q))
+    (ahead, back), dkv = setup.plan.hops, None
+    if ahead and back:
+        dq, dkv = way(-1, back, 1, dq, last[1])
+        dkv = walk.permute(dkv, 1)  # home
+    dq, home = way(1, ahead, 0, dq, last[0]) if ahead or not back else way(-1, back, 0, dq, last[1])
+    dkv = home if dkv is None else dkv + home
     dsinks = None
     if sinks is not None:
         weight = jnp.exp(sinks[:, :, None] - peak) / total
         dsinks = -(weight * delta).sum((0, 1, 4)).astype(sinks.dtype)
-    return jnp.moveaxis(dq, 3, -1).astype(q.dtype), dkv.astype(kv.dtype), dsinks, None, None, None, None
+    return jnp.moveaxis(dq, 3, -1).astype(q.dtype), dkv.astype(q.dtype), dsinks, None, None, None, None
 
 
 attend.defvjp(_forward, _backward)

@@ -26,6 +26,13 @@ from safetensors.numpy import save_file
 from cpjax.models.common.sharding import parameter_sharding
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "video_preprocessor_config.json", "processor_config.json", "generation_config.json",
+)  # fmt: skip
+"""What lies beside the weights in a folder: tokenizer, chat template, processors."""
+
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 
 
@@ -222,9 +229,14 @@ def _read(folder: Folder, weight: Weight, shape: Sequence[int], dtype: Any, inde
 
 
 def save(
-    weights: Sequence[Weight], model: nnx.Module, config: Mapping[str, Any], path: pathlib.Path, max_shard_bytes: int
+    weights: Sequence[Weight],
+    model: nnx.Module,
+    config: Mapping[str, Any],
+    path: pathlib.Path,
+    max_shard_bytes: int,
+    companions: pathlib.Path | None = None,
 ) -> None:
-    """Writes config.json and the weights, in one file or in shards with an index.
+    """Writes config.json and the weights, in one file or in shards with an index, and copies companions if given.
 
     The folder appears whole or not at all: it is written beside its place under another name, then renamed.
 
@@ -234,6 +246,9 @@ def save(
     with new_folder(path, _is_export) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write(named_tensors(weights, model), new, max_shard_bytes)
+        for file in [companions / name for name in COMPANIONS] if companions else []:
+            if file.is_file():
+                shutil.copyfile(file, new / file.name)
 
 
 @contextlib.contextmanager
@@ -287,7 +302,8 @@ def write_tensors(tensors: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def _is_export(name: str) -> bool:
     return (
-        name in (CONFIG, SINGLE, INDEX, "README.md") or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) is not None
+        name in (CONFIG, SINGLE, INDEX, "README.md", *COMPANIONS)
+        or re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) is not None
     )
 
 

@@ -1,5 +1,7 @@
 """Options: precedence, and every bad input is one sentence."""
 
+import pathlib
+
 import pytest
 import yaml
 
@@ -79,6 +81,21 @@ def test_bad_files(text, word, tmp_path):
     with pytest.raises(ValueError, match=word) as error:
         parse_config(["--config", str(file)])
     assert "\n" not in str(error.value)
+
+
+RECIPES = sorted((pathlib.Path(__file__).parents[2] / "train" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_recipes(file):
+    """Each says what it is for and how to start it, and its options fit each other once a model is named."""
+    said = file.read_text()
+    assert "# For " in said and f"--config train/recipes/{file.name} --model.path MODEL" in said
+    with pytest.raises(ValueError, match=r"need --model\.path"):
+        parse_config(["--config", str(file)])
+    config = parse_config(["--config", str(file), "--model.path", "MODEL", "--records.files", "a.jsonl"])
+    assert config.records.files == ["a.jsonl"] and config.run.out == f"runs/{file.stem}"
+    assert config.mesh.cp > 1
 
 
 def test_every_option_has_a_sentence(capsys):

@@ -154,7 +154,7 @@ class Dataset:
         shapes = ", ".join(f"{tokens:,} tokens and {patches:,} patches" for tokens, patches in self.shapes)
         text = (
             f"{kept:,} records of {used:,} tokens in {len(self.packs):,} rows, {used / room:.0%} full; "
-            f"{len(self.shapes)} shapes at most: {shapes}."
+            f"{len(self.shapes)} {'shapes' if len(self.shapes) > 1 else 'shape'} at most: {shapes}."
         )
         return f"{text} Left out: {self.skipped}." if self.skipped.counts else text
 

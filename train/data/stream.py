@@ -102,6 +102,6 @@ class Stream:
         if state.get("stream") != self._identity:
             raise ValueError(
                 "the data differ from those of the checkpoint: to resume, give the same records, limits, seed and "
-                "batch size, or start a new run"
+                "batch size, and the packed layout only where it was packed, or start a new run"
             )
         self._iterator.set_state({name: value for name, value in state.items() if name != "stream"})
