@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=match):
             distillation_loss(*operands, labels, **options | changed)
 
-    refused("head of 5 classes and a teacher's of 4", hidden, head, teacher_hidden, teacher_head[:, :4])
+    refused("head of 5 classes, the teacher's of 4", hidden, head, teacher_hidden, teacher_head[:, :4])
     refused(r"of the teacher was given hidden \(1, 3, 7\)", hidden, head, teacher_hidden[:, :3], teacher_head)
     refused(r"distillation_loss was given hidden .*head \(5, 4\)", hidden, head.T, teacher_hidden, teacher_head)
     refused(r"ratio=1.5", hidden, head, teacher_hidden, teacher_head, ratio=1.5)

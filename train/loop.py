@@ -28,6 +28,7 @@ from cpjax.shard import layout_from_name
 from cpjax.train import digits
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config
+from cpjax.train.distill import load_teacher
 from cpjax.train.evaluate import held_out_accuracies, held_out_documents, host_batch
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
@@ -73,6 +74,7 @@ def train(config: Config, devices: str) -> int:
     model_config, table = model.config, weight_table(model)
     name = model_config.to_dict().get("architectures", [type(model).__name__])[0]
     names = {weight.path: weight.names for weight in table}
+    teacher = load_teacher(config, model_config, mesh) if config.distill.teacher else None
     graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
     schedule = make_schedule(config.optimizer, run.steps)
     optimizer = make_optimizer(config.optimizer, table, params)
@@ -97,7 +99,7 @@ def train(config: Config, devices: str) -> int:
 
     held_out = held_out_documents(config.data, run.eval_batches, run.batch_size)
     batch, sharder = batch_of(0)
-    jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder)  # what does not fit is said here
+    jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder, teacher)  # what does not fit is said here
 
     claim_folder(config)
     checkpoints = Checkpoints(config)
@@ -118,6 +120,10 @@ def train(config: Config, devices: str) -> int:
     parts = f", in {run.accumulate} parts" if run.accumulate > 1 else ""
     say(f"step        {run.batch_size} documents, {batch['input_ids'].size:,} tokens{parts}")
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
+    if teacher:
+        size, distill = sum(array.size for array in teacher.arrays.values()), config.distill
+        say(f"teacher     {distill.teacher}: {size:,} parameters, ratio {distill.ratio}, temperature "
+            f"{distill.temperature}")  # fmt: skip
     say(f"run         steps {first + 1} to {run.steps}, seed {run.seed}, into {out}")
 
     if first:
@@ -131,7 +137,7 @@ def train(config: Config, devices: str) -> int:
     ):
         for step in range(first + 1, run.steps + 1):
             started = time.perf_counter()
-            state, metrics = train_step(state, place_batch(batch, mesh), sharder)
+            state, metrics = train_step(state, place_batch(batch, mesh), sharder, teacher)
             used, (batch, sharder) = batch, batch_of(step)  # the next one, while the devices work
             record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}
             record["tokens_per_second"] = round(record["tokens"] / (time.perf_counter() - started), 1)
