@@ -228,7 +228,7 @@ def make_train_step(
         params: Arrays, frozen: Arrays, teacher: Teacher | None, batch: Arrays, valid: jax.Array, scale: jax.Array,
         *, sharder: Sharder, split: Mapping[str, int], teacher_split: Mapping[str, int],
     ) -> tuple[Arrays, Arrays]:  # fmt: skip
-        """Loss (its parts with a teacher), number of right predictions, gradients of the scaled loss; all of the whole step."""
+        """Loss and its parts, number of right predictions; gradients of the scaled loss; all of the whole step."""
         # Each rank has its own copy from here on of what it holds whole: else every use of such a parameter would add
         # its gradient over the ranks.
         params, frozen, teacher = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen, teacher))
