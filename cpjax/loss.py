@@ -1,9 +1,9 @@
-"""Cross-entropy over a large vocabulary that never holds the logits of all classes at once."""
+"""Cross-entropy and distillation over a large vocabulary that never hold the logits of all classes at once."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,43 +38,147 @@ def cross_entropy(
     Raises:
         ValueError: shapes that do not fit, or chunk_size < 1.
     """
-    if hidden.ndim != 3 or head.ndim != 2 or head.shape[0] != hidden.shape[2] or labels.shape != hidden.shape[:2]:
-        raise ValueError(
-            f"cross_entropy was given hidden {hidden.shape}, head {head.shape}, labels {labels.shape}: "
-            "it needs hidden [B, L, E], head [E, V] and labels [B, L]"
-        )
-    if chunk_size < 1:
-        raise ValueError(f"cross_entropy was given chunk_size={chunk_size}: it must be at least 1")
-    # All alike: the transpose of this marking is what sums the gradient of a replicated head over the ranks.
-    axes = varying_axes(hidden) | varying_axes(head) | varying_axes(labels)
-    total, correct = _total(vary_over(hidden, axes), vary_over(head, axes), vary_over(labels, axes), chunk_size)
+    _check("cross_entropy", hidden, head, labels, chunk_size)
+    total, correct = _total(*_alike(hidden, head, labels), chunk_size)
     return total / jnp.maximum(valid_tokens, 1), correct
 
 
+def distillation_loss(
+    hidden: jax.Array,
+    head: jax.Array,
+    teacher_hidden: jax.Array,
+    teacher_head: jax.Array,
+    labels: jax.Array,
+    *,
+    valid_tokens: Any,
+    ratio: float,
+    temperature: float,
+    chunk_size: int = 1024,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """(1 - r) CE + r T^2 KL(teacher || student): this rank's share of its mean over the valid labels.
+
+    CE is `cross_entropy`; KL is that of softmax(teacher_logits / T) and softmax(logits / T) at the positions with a
+    label, and T^2 keeps its gradient at the size of CE's (arXiv 1503.02531). Both are computed as `cross_entropy` is:
+    by chunks of classes, of student and teacher at once, and anew in the backward pass. The teacher gets no gradient.
+
+    Args:
+        hidden, head, labels, valid_tokens, chunk_size: as for `cross_entropy`.
+        teacher_hidden: [B, L, F], of the same tokens.
+        teacher_head: [F, V], of the same vocabulary.
+        ratio: r, in [0, 1].
+        temperature: T > 0.
+
+    Returns:
+        loss, and (ce, kl, correct): the two parts without their factors, and the number of valid labels that are the
+        student's argmax; all are scalars, to be added over ranks, rows and microbatches.
+
+    Raises:
+        ValueError: shapes that do not fit, vocabularies of different size, ratio or temperature out of range, or
+            chunk_size < 1.
+    """
+    _check("distillation_loss", hidden, head, labels, chunk_size)
+    _check("distillation_loss of the teacher", teacher_hidden, teacher_head, labels, chunk_size)
+    if head.shape[1] != teacher_head.shape[1]:
+        raise ValueError(
+            f"distillation_loss was given a head of {head.shape[1]} classes, the teacher's of {teacher_head.shape[1]}: "
+            "both must have the same vocabulary"
+        )
+    if not 0 <= ratio <= 1 or not temperature > 0:
+        raise ValueError(
+            f"distillation_loss was given ratio={ratio} and temperature={temperature}: ratio must be in [0, 1], "
+            "temperature above 0"
+        )
+    operands = _alike(hidden, head, *jax.lax.stop_gradient((teacher_hidden, teacher_head)), labels)
+    ce, kl, correct = _totals(*operands, float(temperature), chunk_size)
+    ce, kl = (total / jnp.maximum(valid_tokens, 1) for total in (ce, kl))
+    return (1 - ratio) * ce + ratio * temperature**2 * kl, (ce, kl, correct)
+
+
+def _check(name: str, hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk_size: int) -> None:
+    if hidden.ndim != 3 or head.ndim != 2 or head.shape[0] != hidden.shape[2] or labels.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"{name} was given hidden {hidden.shape}, head {head.shape}, labels {labels.shape}: "
+            "it needs hidden [B, L, E], head [E, V] and labels [B, L]"
+        )
+    if chunk_size < 1:
+        raise ValueError(f"{name} was given chunk_size={chunk_size}: it must be at least 1")
+
+
+def _alike(*arrays: jax.Array) -> list[jax.Array]:
+    """All varying over the same axes: the transpose of this sums the gradient of a replicated head over the ranks."""
+    axes: frozenset[Any] = frozenset().union(*map(varying_axes, arrays))
+    return [vary_over(x, axes) for x in arrays]
+
+
 def _over_classes(
-    step: Callable[[Any, Any, jax.Array], Any], carry: Any, head: jax.Array, chunk_size: int, axes: frozenset[Any]
+    step: Callable[..., Any], carry: Any, heads: Sequence[jax.Array], chunk_size: int, axes: frozenset[Any]
 ) -> Any:
-    """carry = step(carry, first class, head[:, chunk]) over chunks of classes, the last one shorter."""
-    vocabulary = head.shape[1]
+    """carry = step(carry, first class, head[:, chunk] of each head) over chunks of classes, the last one shorter."""
+    vocabulary = heads[0].shape[1]
     size = min(chunk_size, vocabulary)
 
     def body(carry: Any, start: jax.Array) -> tuple[Any, None]:
-        return step(carry, start, jax.lax.dynamic_slice_in_dim(head, start, size, axis=1)), None
+        return step(carry, start, *(jax.lax.dynamic_slice_in_dim(head, start, size, axis=1) for head in heads)), None
 
     whole = vocabulary - vocabulary % size
     carry = jax.tree.map(lambda x: vary_over(x, axes), carry)
     carry, _ = jax.lax.scan(body, carry, jnp.arange(0, whole, size, dtype=jnp.int32))
-    return step(carry, whole, head[:, whole:]) if whole < vocabulary else carry
+    return step(carry, whole, *(head[:, whole:] for head in heads)) if whole < vocabulary else carry
+
+
+def _wide(*arrays: jax.Array) -> Any:
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(jnp.result_type(hidden, head), jnp.float32)
-    return jnp.einsum("ble,ev->blv", hidden, head, preferred_element_type=dtype)
+    return jnp.einsum("ble,ev->blv", hidden, head, preferred_element_type=_wide(hidden, head))
 
 
 def _is_label(labels: jax.Array, start: Any, size: int) -> jax.Array:
     """bool [B, L, size]: whether a class of the chunk is the token's label."""
     return labels[..., None] == start + jnp.arange(size, dtype=labels.dtype)
+
+
+def _start_ce(labels: jax.Array, dtype: Any) -> Any:
+    """Before any class was seen: largest logit, sum of exp(logit - largest), the label's logit, the best class."""
+    zero = jnp.zeros(labels.shape, dtype)
+    return zero - jnp.inf, zero, zero, jnp.zeros(labels.shape, jnp.int32)
+
+
+def _next_ce(carry: Any, start: Any, logits: jax.Array, labels: jax.Array) -> Any:
+    """The same after one more chunk of logits."""
+    top, scale, label_logit, best = carry
+    chunk_top = logits.max(-1)
+    best = jnp.where(chunk_top > top, start + jnp.argmax(logits, -1).astype(jnp.int32), best)
+    new_top = jnp.maximum(top, chunk_top)
+    scale = scale * jnp.exp(top - new_top) + jnp.exp(logits - new_top[..., None]).sum(-1)
+    label_logit += jnp.where(_is_label(labels, start, logits.shape[2]), logits, 0).sum(-1)
+    return new_top, scale, label_logit, best
+
+
+def _end_ce(carry: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-sum-exp of each token, sum of the losses of valid tokens, and the number of correct ones."""
+    top, scale, label_logit, best = carry
+    lse = top + jnp.log(scale)
+    valid = labels != IGNORE
+    return lse, jnp.where(valid, lse - label_logit, 0).sum(), (valid & (best == labels)).sum(dtype=jnp.int32)
+
+
+def _backward(
+    dlogits_of: Callable[..., jax.Array], hidden: jax.Array, heads: Sequence[jax.Array], chunk_size: int, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients in hidden and heads[0] from those in the logits, dlogits_of(first class, columns of each head)."""
+
+    def step(carry: Any, start: Any, columns: jax.Array, *others: jax.Array) -> Any:
+        dhidden, dhead = carry
+        dlogits = dlogits_of(start, columns, *others).astype(hidden.dtype)
+        dhidden += jnp.einsum("blv,ev->ble", dlogits, columns, preferred_element_type=dhidden.dtype)
+        dcolumns = jnp.einsum("ble,blv->ev", hidden, dlogits, preferred_element_type=dhidden.dtype)
+        return dhidden, jax.lax.dynamic_update_slice_in_dim(dhead, dcolumns.astype(dhead.dtype), start, axis=1)
+
+    carry = (jnp.zeros(hidden.shape, dtype), jnp.zeros(heads[0].shape, heads[0].dtype))
+    dhidden, dhead = _over_classes(step, carry, heads, chunk_size, varying_axes(hidden))
+    return dhidden.astype(hidden.dtype), dhead
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -84,44 +188,88 @@ def _total(hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk_size: in
 
 
 def _total_fwd(hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk_size: int) -> Any:
-    dtype = jnp.promote_types(jnp.result_type(hidden, head), jnp.float32)
-
     def step(carry: Any, start: Any, columns: jax.Array) -> Any:
-        top, scale, label_logit, best = carry
-        logits = _logits(hidden, columns)
-        chunk_top = logits.max(-1)
-        best = jnp.where(chunk_top > top, start + jnp.argmax(logits, -1).astype(jnp.int32), best)
-        new_top = jnp.maximum(top, chunk_top)
-        scale = scale * jnp.exp(top - new_top) + jnp.exp(logits - new_top[..., None]).sum(-1)
-        label_logit += jnp.where(_is_label(labels, start, columns.shape[1]), logits, 0).sum(-1)
-        return new_top, scale, label_logit, best
+        return _next_ce(carry, start, _logits(hidden, columns), labels)
 
-    zero = jnp.zeros(labels.shape, dtype)
-    carry = (zero - jnp.inf, zero, zero, jnp.zeros(labels.shape, jnp.int32))
-    top, scale, label_logit, best = _over_classes(step, carry, head, chunk_size, varying_axes(hidden))
-    lse = top + jnp.log(scale)
-    valid = labels != IGNORE
-    total = jnp.where(valid, lse - label_logit, 0).sum()
-    correct = (valid & (best == labels)).sum(dtype=jnp.int32)
+    carry = _start_ce(labels, _wide(hidden, head))
+    carry = _over_classes(step, carry, (head,), chunk_size, varying_axes(hidden))
+    lse, total, correct = _end_ce(carry, labels)
     return (total, correct), (hidden, head, labels, lse)
 
 
 def _total_bwd(chunk_size: int, residuals: Any, cotangents: Any) -> Any:
     hidden, head, labels, lse = residuals
-    weight = jnp.where(labels != IGNORE, cotangents[0], 0)
+    weight = jnp.where(labels != IGNORE, cotangents[0], 0)[..., None]
 
-    def step(carry: Any, start: Any, columns: jax.Array) -> Any:
-        dhidden, dhead = carry
+    def dlogits(start: Any, columns: jax.Array) -> jax.Array:
         probabilities = jnp.exp(_logits(hidden, columns) - lse[..., None])
-        dlogits = (probabilities - _is_label(labels, start, columns.shape[1])) * weight[..., None]
-        dlogits = dlogits.astype(hidden.dtype)
-        dhidden += jnp.einsum("blv,ev->ble", dlogits, columns, preferred_element_type=dhidden.dtype)
-        dcolumns = jnp.einsum("ble,blv->ev", hidden, dlogits, preferred_element_type=dhidden.dtype)
-        return dhidden, jax.lax.dynamic_update_slice_in_dim(dhead, dcolumns.astype(dhead.dtype), start, axis=1)
+        return (probabilities - _is_label(labels, start, columns.shape[1])) * weight
 
-    carry = (jnp.zeros(hidden.shape, lse.dtype), jnp.zeros(head.shape, head.dtype))
-    dhidden, dhead = _over_classes(step, carry, head, chunk_size, varying_axes(hidden))
-    return dhidden.astype(hidden.dtype), dhead, None
+    return *_backward(dlogits, hidden, (head,), chunk_size, lse.dtype), None
 
 
 _total.defvjp(_total_fwd, _total_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _totals(
+    hidden: jax.Array, head: jax.Array, teacher_hidden: jax.Array, teacher_head: jax.Array, labels: jax.Array,
+    temperature: float, chunk_size: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Sums of the cross-entropies and of the divergences at a temperature, and the number of correct tokens."""
+    return _totals_fwd(hidden, head, teacher_hidden, teacher_head, labels, temperature, chunk_size)[0]
+
+
+def _totals_fwd(
+    hidden: jax.Array, head: jax.Array, teacher_hidden: jax.Array, teacher_head: jax.Array, labels: jax.Array,
+    temperature: float, chunk_size: int,
+) -> Any:  # fmt: skip
+    dtype = _wide(hidden, head)
+
+    def step(carry: Any, start: Any, columns: jax.Array, teacher_columns: jax.Array) -> Any:
+        ce, soft_scale, (top, scale, gap) = carry
+        logits = _logits(hidden, columns)
+        targets = _logits(teacher_hidden, teacher_columns).astype(dtype)
+        new_ce = _next_ce(ce, start, logits, labels)
+        # Softmax at the temperature, under the same largest logits.
+        soft_scale *= jnp.exp((ce[0] - new_ce[0]) / temperature)
+        soft_scale += jnp.exp((logits - new_ce[0][..., None]) / temperature).sum(-1)
+        new_top = jnp.maximum(top, targets.max(-1))
+        shrink = jnp.exp((top - new_top) / temperature)
+        weights = jnp.exp((targets - new_top[..., None]) / temperature)
+        scale = scale * shrink + weights.sum(-1)
+        gap = gap * shrink + (weights * (targets - logits)).sum(-1)
+        return new_ce, soft_scale, (new_top, scale, gap)
+
+    zero = jnp.zeros(labels.shape, dtype)
+    carry = (_start_ce(labels, dtype), zero, (zero - jnp.inf, zero, zero))
+    ce, soft_scale, (top, scale, gap) = _over_classes(
+        step, carry, (head, teacher_head), chunk_size, varying_axes(hidden)
+    )
+    lse, total, correct = _end_ce(ce, labels)
+    soft_lse = ce[0] / temperature + jnp.log(soft_scale)
+    teacher_lse = top / temperature + jnp.log(scale)
+    # KL = sum p (log p - log q) with p = exp(targets / T - teacher_lse), q = exp(logits / T - soft_lse).
+    divergence = gap / scale / temperature - (teacher_lse - soft_lse)
+    divergence = jnp.where(labels != IGNORE, divergence, 0).sum()
+    residuals = (hidden, head, teacher_hidden, teacher_head, labels, lse, soft_lse, teacher_lse)
+    return (total, divergence, correct), residuals
+
+
+def _totals_bwd(temperature: float, chunk_size: int, residuals: Any, cotangents: Any) -> Any:
+    hidden, head, teacher_hidden, teacher_head, labels, lse, soft_lse, teacher_lse = residuals
+    ce_weight, kl_weight = (jnp.where(labels != IGNORE, x, 0)[..., None] for x in cotangents[:2])
+
+    def dlogits(start: Any, columns: jax.Array, teacher_columns: jax.Array) -> jax.Array:
+        logits = _logits(hidden, columns)
+        targets = _logits(teacher_hidden, teacher_columns).astype(logits.dtype)
+        hard = jnp.exp(logits - lse[..., None]) - _is_label(labels, start, columns.shape[1])
+        soft = jnp.exp(logits / temperature - soft_lse[..., None])
+        soft -= jnp.exp(targets / temperature - teacher_lse[..., None])
+        return ce_weight * hard + kl_weight / temperature * soft
+
+    grads = _backward(dlogits, hidden, (head, teacher_head), chunk_size, lse.dtype)
+    return *grads, None, None, None
+
+
+_totals.defvjp(_totals_fwd, _totals_bwd)

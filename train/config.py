@@ -158,6 +158,18 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """Distillation: the model also learns to predict what a teacher predicts"""
+
+    teacher: str = ""
+    """Folder of a Hugging Face checkpoint of the same family and tokenizer, of any size; empty: no teacher."""
+    ratio: float = 0.5
+    """Share r of the teacher in the loss, (1 - r) x cross-entropy + r x T^2 x KL(teacher || model)."""
+    temperature: float = 2.0
+    """T, which the logits of both are divided by for KL; above 1, unlikely tokens count for more."""
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Run"""
 
@@ -203,6 +215,7 @@ class Config:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
@@ -212,11 +225,11 @@ class Config:
             self._check(name, self._get(name) >= 1, "at least 1")
         for name in ("run.seed", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip", "lora.rank"):
             self._check(name, self._get(name) >= 0, "0 or more")
-        for name in ("optimizer.lr", "lora.alpha"):
+        for name in ("optimizer.lr", "lora.alpha", "distill.temperature"):
             self._check(name, self._get(name) > 0, "above 0")
         for name in ("optimizer.momentum", "optimizer.ema"):
             self._check(name, 0 <= self._get(name) < 1, "in [0, 1)")
-        for name in ("optimizer.decay", "optimizer.final"):
+        for name in ("optimizer.decay", "optimizer.final", "distill.ratio"):
             self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")
         self._check("optimizer.betas", all(0 <= beta < 1 for beta in self.optimizer.betas), "two numbers in [0, 1)")
         rows = self.mesh.dp * self.mesh.fsdp * self.run.accumulate

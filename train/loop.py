@@ -26,6 +26,7 @@ from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.shard import layout_from_name
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config
+from cpjax.train.distill import load_teacher
 from cpjax.train.errors import computing
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
@@ -72,6 +73,7 @@ def train(config: Config, devices: str) -> int:
     table = weight_table(model)
     name = task.model_config.to_dict().get("architectures", [type(model).__name__])[0]
     names = {weight.path: weight.names for weight in table}
+    teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
     graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
     schedule = make_schedule(config.optimizer, run.steps)
     optimizer = make_optimizer(config.optimizer, table, params)
@@ -92,7 +94,7 @@ def train(config: Config, devices: str) -> int:
     evaluate = task.make_evaluation(graphdef, mesh, **forward)
 
     batch, sharder = task.next_batch()
-    jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder)  # what does not fit is said here
+    jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder, teacher)  # what does not fit is said here
 
     claim_folder(config)
     checkpoints = Checkpoints(config)
@@ -119,6 +121,10 @@ def train(config: Config, devices: str) -> int:
     parts = f", in {run.accumulate} parts" if run.accumulate > 1 else ""
     say(f"step        {run.batch_size} rows, {batch['input_ids'].size:,} tokens{parts}")
     say(f"parameters  {sizes}" + (f"; {frozen_size:,} of them frozen" if frozen_size else ""))
+    if teacher:
+        size, distill = sum(array.size for array in teacher.arrays.values()), config.distill
+        say(f"teacher     {distill.teacher}: {size:,} parameters, ratio {distill.ratio}, temperature "
+            f"{distill.temperature}")  # fmt: skip
     left = f"steps {first + 1} to {run.steps}" if first < run.steps else f"complete, all {run.steps} steps are taken"
     say(f"run         {left}, seed {run.seed}, into {out}")
 
@@ -132,7 +138,7 @@ def train(config: Config, devices: str) -> int:
     ):
         for step in range(first + 1, run.steps + 1):
             started = time.perf_counter()
-            state, metrics = train_step(state, place_batch(batch, mesh), sharder)
+            state, metrics = train_step(state, place_batch(batch, mesh), sharder, teacher)
             used, position = batch, task.state()
             batch, sharder = task.next_batch()  # while the devices work
             record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}

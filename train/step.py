@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cpjax.loss import cross_entropy
+from cpjax.loss import cross_entropy, distillation_loss
 from cpjax.mesh import compiler_options
 from cpjax.models.common.sharding import assemble, cp_axes, cp_specs, tree_shardings
 from cpjax.shard import IGNORE, Sharder
@@ -64,6 +64,26 @@ class TrainState:
     def best(self) -> Arrays:
         """What evaluation and export use: the average if one is kept, in the parameters' dtype."""
         return {name: self.average.get(name, array).astype(array.dtype) for name, array in self.params.items()}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["graphdef", "ratio", "temperature"]
+)
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A model that the trained one is to imitate, see `cpjax.loss.distillation_loss`.
+
+    Attributes:
+        arrays: all of its parameters and buffers; their dtype is the one that it computes in.
+        graphdef: its structure.
+        ratio: share of the imitation in the loss.
+        temperature: that both models' logits are divided by.
+    """
+
+    arrays: Arrays
+    graphdef: nnx.GraphDef
+    ratio: float
+    temperature: float
 
 
 def split_model(
@@ -182,14 +202,18 @@ def make_train_step(
     accumulate: int = 1,
     ema: float = 0.0,
     **forward: Any,
-) -> Callable[[TrainState, Arrays, Sharder], tuple[TrainState, Arrays]]:
-    """The compiled `(state, batch, sharder) -> (state, metrics)`; the old state is given away.
+) -> Callable[..., tuple[TrainState, Arrays]]:
+    """The compiled `(state, batch, sharder, teacher=None) -> (state, metrics)`; the old state is given away.
+
+    With a `Teacher`, whose model reads the same batch in the same layout, the loss is that of distillation. The teacher
+    has no gradient, and no place in the state.
 
     A step whose loss or gradient is not finite changes neither parameters, average nor optimizer state, not a bit.
 
     Metrics are float32 scalars over the whole global batch, the same for every mesh and any number of microbatches:
     loss, accuracy, grad_norm (before clipping), lr, valid_tokens (labels that count), tokens (all but pads), nonfinite
-    (steps in a row, up to this one, that were not finite) and, where the loss is scaled, loss_scale.
+    (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, and, with a teacher, ce
+    and kl, of which the loss is made.
 
     Args:
         optimizer: gives updates at a learning rate of 1, see `make_optimizer`.
@@ -201,22 +225,33 @@ def make_train_step(
     manual = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
 
     def local(
-        params: Arrays, frozen: Arrays, batch: Arrays, valid: jax.Array, scale: jax.Array,
-        *, sharder: Sharder, split: Mapping[str, int],
-    ) -> tuple[tuple[jax.Array, jax.Array], Arrays]:  # fmt: skip
-        """Loss, number of right predictions, and gradients of the scaled loss; all of the whole step."""
+        params: Arrays, frozen: Arrays, teacher: Teacher | None, batch: Arrays, valid: jax.Array, scale: jax.Array,
+        *, sharder: Sharder, split: Mapping[str, int], teacher_split: Mapping[str, int],
+    ) -> tuple[Arrays, Arrays]:  # fmt: skip
+        """Loss and its parts, number of right predictions; gradients of the scaled loss; all of the whole step."""
         # Each rank has its own copy from here on of what it holds whole: else every use of such a parameter would add
         # its gradient over the ranks.
-        params, frozen = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen))
+        params, frozen, teacher = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen, teacher))
 
         @functools.partial(jax.value_and_grad, has_aux=True)
-        def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Any]:
-            model = merge_model(graphdef, params, frozen)
+        def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Arrays]:
+            own = outputs(merge_model(graphdef, params, frozen), split, batch, **forward)
+            labels = sharder.take_local(batch["labels"])
+            if teacher is None:
+                loss, correct = cross_entropy(*own, labels, valid_tokens=valid)
+                return loss * scale, {"loss": loss, "correct": correct}
+            model = merge_model(teacher.graphdef, teacher.arrays)
+            targets = outputs(model, teacher_split, batch, **forward | {"dtype": None, "remat": "none"})
+            loss, (ce, kl, correct) = distillation_loss(
+                *own, *targets, labels, valid_tokens=valid, ratio=teacher.ratio, temperature=teacher.temperature
+            )
+            return loss * scale, {"loss": loss, "ce": ce, "kl": kl, "correct": correct}
+
+        def outputs(model: Any, split: Mapping[str, int], batch: Arrays, **forward: Any) -> tuple[jax.Array, jax.Array]:
+            """Final hidden states, and the head."""
             assemble(model, split)
             hidden = model(batch, sharder, **forward)
-            labels = sharder.take_local(batch["labels"])
-            loss, correct = cross_entropy(hidden, model.head().astype(hidden.dtype), labels, valid_tokens=valid)
-            return loss * scale, (loss, correct)
+            return hidden, model.head().astype(hidden.dtype)
 
         def add(total: Any, batch: Arrays) -> tuple[Any, None]:
             (_, parts), grads = loss_and_grads(params, batch)
@@ -227,7 +262,8 @@ def make_train_step(
             grads = {name: grad.astype(_wide(grad)) for name, grad in grads.items()}
         else:
             zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
-            start = ((jnp.zeros((), jnp.result_type(*zeros.values())), jnp.int32(0)), zeros)
+            zero = jnp.zeros((), jnp.result_type(*zeros.values()))
+            start = {"loss": zero, **({"ce": zero, "kl": zero} if teacher else {}), "correct": jnp.int32(0)}, zeros
             start = jax.tree.map(lambda x: vary_over(x, manual), start)
             (parts, grads), _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
         whole = {name: grad for name, grad in grads.items() if name not in split}  # gathering has added the others
@@ -235,26 +271,32 @@ def make_train_step(
         return parts, grads | whole
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=compiler_options(mesh))
-    def train_step(state: TrainState, batch: Arrays, sharder: Sharder) -> tuple[TrainState, Arrays]:
+    def train_step(
+        state: TrainState, batch: Arrays, sharder: Sharder, teacher: Teacher | None = None
+    ) -> tuple[TrainState, Arrays]:
         valid = jnp.sum(batch["labels"] != IGNORE)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
         split = cp_axes(mesh, state.params | state.frozen)
-        on_ranks: Any = functools.partial(local, sharder=sharder, split=split)
+        teacher_split = cp_axes(mesh, teacher.arrays) if teacher else {}
+        on_ranks: Any = functools.partial(local, sharder=sharder, split=split, teacher_split=teacher_split)
         if manual:
             specs = cp_specs(state.params, split)
+            teacher_specs: Any = cp_specs(teacher.arrays, teacher_split) if teacher else {}
+            teacher_specs = teacher and dataclasses.replace(teacher, arrays=teacher_specs)
             on_ranks = jax.shard_map(
                 on_ranks,
                 mesh=mesh,
-                in_specs=(specs, cp_specs(state.frozen, split), P(), P(), P()),
+                in_specs=(specs, cp_specs(state.frozen, split), teacher_specs, P(), P(), P()),
                 out_specs=(P(), specs),
                 axis_names=manual,
                 check_vma=True,
             )
-        (loss, correct), grads = on_ranks(state.params, state.frozen, batch, valid, scale)
+        parts, grads = on_ranks(state.params, state.frozen, teacher, batch, valid, scale)
+        correct = parts.pop("correct")
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)
         norm, lr = optax.tree.norm(grads), schedule(state.step)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        finite = jnp.isfinite(parts["loss"]) & jnp.isfinite(norm)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, jax.tree.map(lambda update: lr * update, updates))
@@ -268,7 +310,7 @@ def make_train_step(
         new = TrainState(params, state.frozen, opt_state, state.step + 1, nonfinite, average, loss_scale)
         new = jax.lax.with_sharding_constraint(new, tree_shardings(mesh, new))
         metrics = {
-            "loss": loss,
+            **parts,
             "accuracy": correct / jnp.maximum(valid, 1),
             "grad_norm": norm,
             "lr": lr,

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cpjax.attention import Mask, attention
-from cpjax.models.common.layers import LayerNorm, Linear, Remat, apply_rope, rope_frequencies, scan_layers, stack_layers
+from cpjax.models.common.layers import (
+    LayerNorm,
+    Linear,
+    Remat,
+    apply_rope,
+    gelu,
+    rope_frequencies,
+    scan_layers,
+    stack_layers,
+)
 from cpjax.models.qwen3_5.config import VisionConfig
 from cpjax.shard import Identity, Sharder, make_sharder
 
@@ -42,11 +51,11 @@ class VisionBlock(nnx.Module):
         self.norm2 = LayerNorm(size, _EPS, dtype=dtype)
         self.linear_fc1 = Linear(size, config.intermediate_size, bias=True, dtype=dtype, rngs=rngs)
         self.linear_fc2 = Linear(config.intermediate_size, size, bias=True, dtype=dtype, rngs=rngs)
-        self.tanh_gelu = config.hidden_act == "gelu_pytorch_tanh"
+        self.gelu = jax.nn.gelu if config.hidden_act == "gelu_pytorch_tanh" else gelu
 
     def __call__(self, x: jax.Array, angles: jax.Array, sharder: Sharder, mask: Mask, kernel: str) -> jax.Array:
         x = x + self.attn(self.norm1(x), angles, sharder, mask, kernel)
-        return x + self.linear_fc2(jax.nn.gelu(self.linear_fc1(self.norm2(x)), approximate=self.tanh_gelu))
+        return x + self.linear_fc2(self.gelu(self.linear_fc1(self.norm2(x))))
 
 
 class Vision(nnx.Module):
@@ -83,4 +92,4 @@ class Vision(nnx.Module):
         x = scan_layers(self.blocks, x, angles, make_sharder(x.shape[1], Identity()), mask, kernel, remat=remat)
 
         x = self.norm(x).reshape(x.shape[0], -1, self.linear_fc1.kernel.shape[0])
-        return self.linear_fc2(jax.nn.gelu(self.linear_fc1(x), approximate=False))
+        return self.linear_fc2(gelu(self.linear_fc1(x)))

@@ -180,6 +180,18 @@ def test_adapters_are_saved_and_merged(folder, whole):
         assert moved == ("language_model" in name and "_proj" in name), name
 
 
+def test_a_student_learns_from_a_teacher(folder, whole):
+    """From scratch, and nearer to the teacher with every step."""
+    teacher, out = whole[0] / "export", folder / "student"
+    options = ("--distill.teacher", str(teacher), "--distill.ratio", "0.75", "--distill.temperature", "3")
+    said = finish(start(folder, out, *options, "--mesh.cp", "1", "--optimizer.warmup", "0", "--run.steps", "5"))
+    assert re.search(rf"teacher     {teacher}: [\d,]+ parameters, ratio 0.75, temperature 3.0", said)
+    records = read_metrics(out / "metrics.jsonl")
+    for record in records:
+        assert record["loss"] == pytest.approx(0.25 * record["ce"] + 0.75 * 9 * record["kl"], rel=1e-5)
+    assert 0 < records[-1]["kl"] < records[0]["kl"]
+
+
 def test_a_run_that_does_not_stay_finite_stops(folder):
     out = folder / "infinite"
     options = ("--optimizer.lr", "1e30", "--optimizer.warmup", "0", "--run.max_nonfinite", "3")
@@ -210,7 +222,11 @@ def command(monkeypatch, capsys, folder):
 
 
 def test_bad_options_write_nothing(command, whole, tmp_path):
-    out = tmp_path / "out"
+    out, teacher_of_more_words = tmp_path / "out", tmp_path / "teacher"
+    config = json.loads((whole[0] / "export" / "config.json").read_text())
+    config["text_config"]["vocab_size"] += 1
+    teacher_of_more_words.mkdir()
+    (teacher_of_more_words / "config.json").write_text(json.dumps(config))
     assert "unknown option --mesh.cq" in command("--run.out", out, "--mesh.cq", 2)
     assert "needs 16 devices" in command("--run.out", out, "--mesh.cp", 16)
     assert "must be a multiple of" in command("--run.out", out, "--model.heads", 3, "--model.kv_heads", 2)
@@ -222,6 +238,7 @@ def test_bad_options_write_nothing(command, whole, tmp_path):
     )
     assert "'towr' matches no parameter" in command("--run.out", out, "--optimizer.groups", "[{pattern: towr}]")
     assert "bfloat16" in command("--run.out", out, "--model.dtype", "bfloat16", "--mesh.transport", "allgather")
+    assert "has text.vocab_size" in command("--run.out", out, "--distill.teacher", teacher_of_more_words)
     (tmp_path / "file").touch()
     assert "Not a directory" in command("--run.out", tmp_path / "file" / "out")
     assert "Not a directory" in command("--run.out", out, "--model.path", tmp_path / "file")

@@ -19,6 +19,20 @@ from cpjax.train.data.records import ImagePart, Record, RecordError, VideoPart
 from cpjax.train.data.template import ChatTemplate
 
 
+def read_tokenizer(folder: pathlib.Path) -> Tokenizer:
+    """The tokenizer in tokenizer.json.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json: save it with transformers' fast tokenizer")
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"{folder / 'tokenizer.json'} is damaged ({error}): copy or download it again") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoder:
     """The tokenizer, chat template and processor of a Hugging Face folder.
@@ -44,12 +58,7 @@ class Encoder:
         """
         path = pathlib.Path(folder)
         module = family(str(read_json(path / CONFIG).get("model_type")))
-        if not (path / "tokenizer.json").is_file():
-            raise ValueError(f"{path} has no tokenizer.json: save it with transformers' fast tokenizer")
-        try:
-            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises Exception itself
-            raise ValueError(f"{path / 'tokenizer.json'} is damaged ({error}): copy or download it again") from None
+        tokenizer = read_tokenizer(path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.post_processor = (
