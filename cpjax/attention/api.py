@@ -69,6 +69,7 @@ def attention(
     if blocks is pallas:
         q, k, v = pallas.widen(q), pallas.widen(k), None if v is None else pallas.widen(v)
     plan = plan_transport(q, k, v, sharder=sharder, mask=mask, transport=transport)
+    sharder.rank()  # raises where there is no such mesh axis
     cap = None if softcap is None else float(softcap)
     rule = Rule(mask.reach(sharder.padded_length), factor, cap, 0 if v is None else q.shape[-1])
     # k and v travel as one array: two collectives would not both be hidden behind the computation.
@@ -143,6 +144,14 @@ def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask, sinks: Any, sof
         raise ValueError(
             f"attention was given {q.shape[1]} tokens, but each of the {sharder.cp} ranks of this sharder holds "
             f"{sharder.local_length}: call it inside shard_map on the local tokens (sharder.take_local)"
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"attention was given {q.dtype} arrays: convert them to a floating dtype first")
+    bounded = mask.causal or mask.padding_mask is not None or mask.document_ids is not None or mask.slices is not None
+    if not bounded and sharder.length < sharder.padded_length:
+        raise ValueError(
+            f"attention without a causal mask was given {sharder.length} tokens padded to {sharder.padded_length}, and "
+            "nothing says which are pads: give mask.padding_mask"
         )
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention was given sinks {sinks.shape} for {q.shape[2]} query heads: give one for each")

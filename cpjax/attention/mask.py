@@ -36,9 +36,10 @@ class Mask:
         vision_group_ids: int [B, L], -1 for text: tokens of one group see each other both ways, at any distance.
         prefix: bool [B, L]: a key that every query of its document sees.
         slices: int32 [N, 5], the same on all ranks and for all rows: (q_start, q_end, k_start, k_end, kind) in global
-            positions, `cpjax.shard.SliceKind`. A pair is allowed if any slice allows it: causal ones are aligned at the
-            bottom right, j - k_end <= i - q_end, inverse causal ones at the top left, j - k_start >= i - q_start. An
-            empty slice allows nothing, so that batches with fewer slices share a program.
+            positions, `cpjax.shard.SliceKind` (which kinds there are is checked where the array is NumPy's). A pair is
+            allowed if any slice allows it: causal ones are aligned at the bottom right, j - k_end <= i - q_end, inverse
+            causal ones at the top left, j - k_start >= i - q_start. An empty slice allows nothing, so that batches with
+            fewer slices share a program.
         longest_document: static, the caller's promise that documents are contiguous and none is longer: the ring then
             skips hops that are too far for any document.
     """
@@ -53,14 +54,22 @@ class Mask:
     longest_document: int | None = None
 
     def __post_init__(self) -> None:
-        window = self.window
-        if not isinstance(window, tuple) or len(window) != 2 or any(w is not None and w < 0 for w in window):
+        window, longest = self.window, self.longest_document
+        if not isinstance(window, tuple) or len(window) != 2 or not all(w is None or _is_count(w) for w in window):
             raise ValueError(f"mask.window={window!r}: give (left, right), each an integer >= 0 or None for no bound")
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"mask.causal={self.causal!r}: give True or False")
+        if longest is not None and not (_is_count(longest) and longest > 0):
+            raise ValueError(f"mask.longest_document={longest!r}: give an integer of at least 1, or None")
 
     def reach(self, length: int) -> Reach:
         """How far before and after itself a query sees by position alone, in a sequence of `length` tokens."""
         left, right = (None if w is None else min(w, length) for w in self.window)
         return left, 0 if self.causal else right
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
 
 
 Reach = tuple[int | None, int | None]
@@ -234,11 +243,18 @@ def check_mask(mask: Mask, shape: tuple[int, int]) -> None:
                 f"mask.{name} has shape {np.shape(stream)}, but the local tokens are [B, L] = {shape}: shard it like "
                 "q (sharder.take_local)"
             )
+        kind = "bool" if name in ("padding_mask", "prefix") else "int32"
+        if stream is not None and stream.dtype != kind:
+            raise ValueError(f"mask.{name} has dtype {stream.dtype}: it must be {kind}, so convert it first")
     if mask.longest_document is not None and mask.document_ids is None:
         raise ValueError("mask.longest_document was given without document_ids: give both or neither")
     slices = mask.slices
-    if slices is not None and (slices.ndim != 2 or slices.shape[1] != 5 or slices.dtype != jnp.int32):
+    if slices is not None and (
+        slices.ndim != 2 or slices.shape[0] == 0 or slices.shape[1] != 5 or slices.dtype != jnp.int32
+    ):
         raise ValueError(
             f"mask.slices has shape {slices.shape} and dtype {slices.dtype}: it must be int32 [N, 5], one row "
-            "(q_start, q_end, k_start, k_end, kind) a slice"
+            "(q_start, q_end, k_start, k_end, kind) a slice, and at least one"
         )
+    if isinstance(slices, np.ndarray) and not np.isin(slices[:, 4], list(SliceKind)).all():
+        raise ValueError(f"mask.slices has kinds {sorted(set(slices[:, 4].tolist()))}: they must be 0 to 3, SliceKind")

@@ -136,6 +136,8 @@ def top_k_blocks(
     if k.ndim != 3:
         raise ValueError(f"top_k_blocks was given q {q.shape}, k {k.shape}: it needs q [B, L, H, D] and k [B, L, D]")
     _check("top_k_blocks", q, k, document_ids, count, sharder, None)
+    if not 0 <= local <= count:
+        raise ValueError(f"top_k_blocks was given local={local}: it must be 0 to count={count}")
     cut = windows(k, block, block, sharder=sharder)
     ids = None if document_ids is None else windows(document_ids, block, block, sharder=sharder).values
     # A block is seen from its first key on, key by key.
@@ -190,7 +192,7 @@ def take_keys(x: jax.Array | Windows, positions: jax.Array, *, sharder: Sharder)
         total = sharder.padded_length
         slots = jnp.full(total, -1, jnp.int32).at[jnp.where(first < 0, total, first)]
         slot = slots.set(jnp.arange(first.shape[0], dtype=jnp.int32), mode="drop")[jnp.clip(positions, 0, total - 1)]
-        found = (slot >= 0) & (positions >= 0)
+        found = (slot >= 0) & (positions >= 0) & (positions < total)
         taken = jax.vmap(lambda row, index: row[index])(rows, slot)
         return jnp.where(found.reshape(*found.shape, *[1] * (rows.ndim - 2)), taken, out)
 

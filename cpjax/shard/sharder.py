@@ -69,8 +69,26 @@ class Sharder:
         return self.length if self.places is None else self.padded_length
 
     def rank(self) -> Any:
-        """This rank's number: traced inside `shard_map`, 0 when cp = 1."""
-        return jax.lax.axis_index(self.axis_name) if self.cp > 1 else 0
+        """This rank's number: traced inside `shard_map`, 0 when cp = 1.
+
+        Raises:
+            ValueError: outside of a `shard_map` that is manual over `axis_name`, or one of another number of ranks.
+        """
+        if self.cp == 1:
+            return 0
+        try:
+            size = jax.lax.axis_size(self.axis_name)
+        except NameError:
+            raise ValueError(
+                f"a sharder of {self.cp} ranks was used outside of a shard_map that is manual over the mesh axis "
+                f"{self.axis_name!r}: call it inside of one"
+            ) from None
+        if size != self.cp:
+            raise ValueError(
+                f"a sharder of {self.cp} ranks was used on a mesh whose axis {self.axis_name!r} has {size}: make the "
+                "layout for that many"
+            )
+        return jax.lax.axis_index(self.axis_name)
 
     def indices(self, rank: Rank) -> Any:
         """Global position of each token of a rank, in local order and always ascending: the one map of all layouts.

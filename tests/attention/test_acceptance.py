@@ -99,7 +99,7 @@ def test_f10_every_boundary():
 def test_f22_sliding_and_global_layers_of_one_ring(form):
     """Packed rows with images: a sliding layer makes all hops, as the images may cross, unless documents forbid it."""
     documents = documents_of([9, 8, 8, 7], [9, 9, 6], length=32)
-    groups = np.where(np.arange(32) % 8 < 5, np.arange(32) // 8, -1)[None].repeat(2, 0)
+    groups = np.where(np.arange(32) % 8 < 5, np.arange(32) // 8, -1)[None].repeat(2, 0).astype(np.int32)
     p = problem(32, documents=documents, vision_group_ids=groups)
     expected = solve_numpy(p, window=form.get("window", (None, None)))
     assert_equal(solve(p, 4, "contiguous", "ring", jnp.float64, **form), expected, jnp.float64)
@@ -135,7 +135,7 @@ def test_u4_the_ranks_masks_make_up_the_whole(layout):
     p = problem(
         48, batch=1 if layout == "packed" else 2,
         documents=documents_of(*[[20, 28], [7, 30]][layout == "packed" :], length=48),
-        vision_group_ids=rng.integers(-1, 3, (2, 48))[layout == "packed" :],
+        vision_group_ids=rng.integers(-1, 3, (2, 48), np.int32)[layout == "packed" :],
     )  # fmt: skip
     form: dict = {}
     if layout != "packed":  # which drops pads and moves documents: what is said in positions does not apply

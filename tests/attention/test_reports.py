@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import Mask, attention, plan_transport
 from cpjax.shard import Zigzag, layout_from_name, make_sharder
-from tests.attention.common import assert_equal, documents_of, problem, solve, solve_numpy
+from tests.attention.common import assert_equal, documents_of, mesh_of, problem, solve, solve_numpy
 
 pytestmark = pytest.mark.usefixtures("short_tiles")
 
@@ -124,10 +125,10 @@ def test_r24_masks_follow_global_positions(layout):
 
 def call(
     q=(2, 8, 4, 8), k=(2, 8, 2, 8), v=(2, 8, 2, 6), dtypes=(jnp.float32,) * 3, cp=2, transport="ring",
-    sinks=None, softcap=None, **mask,
+    sinks=None, softcap=None, length=16, **mask,
 ):  # fmt: skip
     arrays = [jnp.zeros(shape, dtype) for shape, dtype in zip((q, k, v), dtypes, strict=True)]
-    sharder = make_sharder(16 if cp == 2 else 8, layout_from_name("zigzag", cp))
+    sharder = make_sharder(length if cp == 2 else 8, layout_from_name("zigzag", cp))
     return attention(*arrays, sharder=sharder, mask=Mask(**mask), transport=transport, sinks=sinks, softcap=softcap)
 
 
@@ -151,6 +152,17 @@ def call(
         ({"slices": jnp.ones((3, 5))}, r"mask.slices has shape \(3, 5\) and dtype float32"),
         ({"window": 8}, r"mask.window=8: give \(left, right\)"),
         ({"window": (-1, None)}, r"mask.window=\(-1, None\)"),
+        ({"window": (2.5, 0)}, r"mask.window=\(2.5, 0\)"),
+        ({"window": (True, 0)}, r"mask.window=\(True, 0\)"),
+        ({"causal": "no"}, "mask.causal='no'"),
+        ({"longest_document": 0, "document_ids": np.ones((2, 8), np.int32)}, "mask.longest_document=0"),
+        ({"document_ids": np.ones((2, 8), np.int64)}, "mask.document_ids has dtype int64: it must be int32"),
+        ({"prefix": np.ones((2, 8), np.int32)}, "mask.prefix has dtype int32: it must be bool"),
+        ({"slices": np.array([[0, 8, 0, 8, 4]], np.int32)}, r"mask.slices has kinds \[4\]"),
+        ({"slices": jnp.zeros((0, 5), jnp.int32)}, r"mask.slices has shape \(0, 5\)"),
+        ({"dtypes": (jnp.int32,) * 3}, "given int32 arrays: convert them to a floating dtype"),
+        ({"causal": False, "length": 13}, "13 tokens padded to 16, and nothing says which are pads"),
+        ({}, "outside of a shard_map that is manual over the mesh axis 'cp'"),
         ({"longest_document": 4}, "longest_document was given without document_ids"),
         ({"sinks": jnp.ones(2)}, r"sinks \(2,\) for 4 query heads"),
         ({"softcap": 0.0}, "softcap=0.0"),
@@ -161,6 +173,13 @@ def call(
 def test_wrong_calls_raise_before_compute(arguments, message):
     with pytest.raises(ValueError, match=message):
         call(**arguments)  # outside shard_map: any collective would raise something else
+
+
+def test_a_mesh_of_another_size_raises():
+    sharder = make_sharder(16, Zigzag(2))
+    on_four = jax.shard_map(sharder.take_local, mesh=mesh_of(4), in_specs=P(), out_specs=P(None, "cp"))
+    with pytest.raises(ValueError, match="a sharder of 2 ranks was used on a mesh whose axis 'cp' has 4"):
+        on_four(jnp.zeros((1, 16)))
 
 
 def test_wrong_layout_length_raises():
