@@ -10,7 +10,6 @@ import json
 import pathlib
 
 import numpy as np
-import peft
 import torch
 import transformers
 from PIL import Image
@@ -175,6 +174,8 @@ ADAPTERS = {
 
 def qwen3_5_adapters() -> None:
     """Adapters on the saved model, and what they make of the case "images"."""
+    import peft  # only here: tests use the rest of this file without it
+
     case = load_file(GOLDENS / "qwen3_5-images.safetensors")
     ids = case["input_ids"]
     inputs = {key: torch.tensor(case[key]) for key in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")}
