@@ -59,7 +59,7 @@ def start(folder, out, *options, module="cpjax.train"):
 
 
 def finish(process, code=0):
-    said, errors = process.communicate(timeout=300)
+    said, errors = process.communicate(timeout=900)
     assert process.returncode == code, said + errors
     return said
 

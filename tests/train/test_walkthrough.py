@@ -45,7 +45,7 @@ def shell(tmp_path_factory):
 
 
 def finish(process):
-    said, errors = process.communicate(timeout=300)
+    said, errors = process.communicate(timeout=900)
     assert process.returncode == 0, said + errors
     return said
 
@@ -65,7 +65,7 @@ def test_the_walk_through(shell):
     while process.poll() is None and len(read_metrics(out / "metrics.jsonl")) < 4:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    said, errors = process.communicate(timeout=300)
+    said, errors = process.communicate(timeout=900)
     assert process.returncode == 128 + signal.SIGINT, said + errors
     stopped = int(re.search(r"stopped by SIGINT after step (\d+), which is saved", said)[1])
     assert "1 shape at most" in said and "compiled once" in said and stopped < 40
