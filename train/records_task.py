@@ -17,13 +17,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy
-from cpjax.models.common.sharding import assemble, cp_axes, cp_specs
 from cpjax.models.generate import generate
 from cpjax.shard import IGNORE, Layout, Sharder
 from cpjax.train.answers import count_exact
 from cpjax.train.config import Config
 from cpjax.train.data import Batch, Dataset, Encoder, Record, RecordError, Stream
-from cpjax.train.step import Arrays, merge_model, place_batch
+from cpjax.train.step import Arrays, merge_model, place_batch, run_model
 from cpjax.train.task import Evaluate, HostBatch, host_batch
 
 UNIT = 16
@@ -207,25 +206,14 @@ def make_loss_step(
     """
 
     def loss_step(params: Arrays, frozen: Arrays, batch: Arrays, sharder: Sharder) -> jax.Array:
-        split = cp_axes(mesh, params | frozen)
-
-        def local(params: Arrays, frozen: Arrays, batch: Arrays) -> jax.Array:
-            model = merge_model(graphdef, params, frozen)
-            assemble(model, split)
+        def total(model: Any, batch: Arrays) -> jax.Array:
             hidden = model(batch, sharder, **forward)
             labels = sharder.take_local(batch["labels"])
             loss, _ = cross_entropy(hidden, model.head().astype(hidden.dtype), labels, valid_tokens=1)
             return jax.lax.psum(loss, "cp")
 
-        over_cp = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(cp_specs(params, split), cp_specs(frozen, split), P()),
-            out_specs=P(),
-            axis_names={"cp"},
-            check_vma=True,
-        )
+        loss = run_model(total, graphdef, mesh, params, frozen, batch, out_specs=P())
         valid = jnp.sum(batch["labels"] != IGNORE)  # before anything is sharded
-        return jnp.stack([over_cp(params, frozen, batch), valid])
+        return jnp.stack([loss, valid])
 
     return jax.jit(loss_step)

@@ -324,6 +324,35 @@ def make_train_step(
     return train_step
 
 
+def run_model(
+    function: Callable[[Any, Arrays], jax.Array],
+    graphdef: nnx.GraphDef,
+    mesh: Mesh,
+    params: Arrays,
+    frozen: Arrays,
+    batch: Arrays,
+    *,
+    out_specs: P,
+) -> jax.Array:
+    """`function(model, batch)` on every rank of cp, each with its parts of the parameters and the whole batch."""
+    split = cp_axes(mesh, params | frozen)
+
+    def local(params: Arrays, frozen: Arrays, batch: Arrays) -> jax.Array:
+        model = merge_model(graphdef, params, frozen)
+        assemble(model, split)
+        return function(model, batch)
+
+    over_cp = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(cp_specs(params, split), cp_specs(frozen, split), P()),
+        out_specs=out_specs,
+        axis_names={"cp"},
+        check_vma=True,
+    )
+    return over_cp(params, frozen, batch)
+
+
 def make_eval_step(
     graphdef: nnx.GraphDef, mesh: Mesh, *, chunk_size: int = 1024, **forward: Any
 ) -> Callable[[Arrays, Arrays, Arrays, Sharder], jax.Array]:
@@ -335,11 +364,7 @@ def make_eval_step(
     """
 
     def eval_step(params: Arrays, frozen: Arrays, batch: Arrays, sharder: Sharder) -> jax.Array:
-        split = cp_axes(mesh, params | frozen)
-
-        def local(params: Arrays, frozen: Arrays, batch: Arrays) -> jax.Array:
-            model = merge_model(graphdef, params, frozen)
-            assemble(model, split)
+        def predict(model: Any, batch: Arrays) -> jax.Array:
             hidden = model(batch, sharder, **forward)
             chunks = [
                 jnp.argmax(model.logits(hidden[:, start : start + chunk_size]), axis=-1)
@@ -347,15 +372,7 @@ def make_eval_step(
             ]
             return jnp.concatenate(chunks, axis=1).astype(jnp.int32)
 
-        over_cp = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(cp_specs(params, split), cp_specs(frozen, split), P()),
-            out_specs=P(None, "cp"),
-            axis_names={"cp"},
-            check_vma=True,
-        )
-        by_rank = over_cp(params, frozen, batch)
+        by_rank = run_model(predict, graphdef, mesh, params, frozen, batch, out_specs=P(None, "cp"))
         return jnp.take(by_rank, sharder.inverse(), axis=1)
 
     return jax.jit(eval_step)
