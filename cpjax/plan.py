@@ -67,6 +67,8 @@ def gpu_mesh(axes: Mapping[str, int], *, gpu: str = "h200", hosts: int = 1) -> M
     """
     if gpu not in _GPUS:
         raise ValueError(f"unknown GPU {gpu!r}: choose one of {', '.join(_GPUS)}")
+    if min(hosts, *axes.values()) < 1:
+        raise ValueError(f"a mesh of {dict(axes)} on {hosts} hosts was asked for: all must be at least 1")
     devices = math.prod(axes.values())
     if devices % hosts:
         raise ValueError(f"{devices} devices cannot be split over {hosts} hosts: make them a multiple")
@@ -332,6 +334,9 @@ def plan_attention(
     Raises:
         ValueError: arguments that do not fit each other, or as `gpu_mesh` raises.
     """
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    if small := [f"{name} {size}" for name, size in sizes.items() if size < 1]:
+        raise ValueError(f"attention with {', '.join(small)} was asked for: all must be at least 1")
     mesh = gpu_mesh({"cp": cp}, gpu=gpu, hosts=hosts)
     sharder = make_sharder(length, layout_from_name(layout, cp))
 

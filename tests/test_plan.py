@@ -82,6 +82,11 @@ def test_gpus_that_cannot_be_planned_for_are_refused():
         gpu_mesh({"cp": 8}, gpu="h900")
     with pytest.raises(ValueError, match="8 devices cannot be split over 3 hosts"):
         gpu_mesh({"cp": 8}, hosts=3)
+    for hosts, cp in ((0, 8), (1, 0), (1, -2)):
+        with pytest.raises(ValueError, match="all must be at least 1"):
+            gpu_mesh({"cp": cp}, hosts=hosts)
+    with pytest.raises(ValueError, match="batch 0 was asked for"):
+        plan_attention(length=64, cp=8, hosts=1, **ATTENTION | {"batch": 0})
 
 
 def test_a_cpu_mesh_has_no_options():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cpjax.attention import blockwise, pallas
 from cpjax.attention import transport as transports
@@ -45,15 +47,16 @@ def attention(
         v: [B, L, K, Dv], or None where the values are the keys, which then travel once.
         sharder: who holds which tokens.
         mask: who may attend to whom, its streams [B, L] local like q.
-        scale: factor on the scores, D ** -0.5 by default.
-        softcap: c: the scaled scores become c tanh(score / c).
+        scale: static factor on the scores, D ** -0.5 by default.
+        softcap: static c: the scaled scores become c tanh(score / c).
         sinks: [H], one more score per head that takes its share of the softmax and has no value.
         transport: "ring" passes keys and values on from rank to rank while computing; "allgather" gathers them first;
             "ulysses" exchanges them for all tokens of some of the heads, which the number of ranks must divide;
             "ring_ulysses" does so in groups of ranks (":N" behind it: of N) and passes keys and values from group to
             group; "auto" chooses. See `plan_transport`.
         kernel: what computes a block: "xla", "pallas" (`cpjax.attention.pallas`), or "auto", which is pallas on GPUs
-            where it takes the dtype and widths, else xla.
+            where it takes the dtype and widths, else xla. On CPUs pallas is interpreted, for tests, which JAX allows
+            only inside a shard_map with check_vma=False.
 
     Returns:
         [B, L, H, Dv] in q's dtype.
@@ -62,7 +65,7 @@ def attention(
         ValueError: shapes, dtypes or mask streams that do not fit each other or the sharder, or a transport or kernel
             that is unknown or does not take them.
     """
-    _check(q, k, v, sharder, mask, sinks, softcap)
+    _check(q, k, v, sharder, mask, sinks, scale, softcap)
     blocks = _choose_kernel(kernel, q, k if v is None else v)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     v_width = (k if v is None else v).shape[-1]
@@ -123,8 +126,11 @@ def _all_varying(operands: Any, sharder: Sharder) -> Any:
     return jax.tree.map(functools.partial(vary_over, axes=axes), operands)
 
 
-def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask, sinks: Any, softcap: Any) -> None:
+def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask, sinks: Any, scale: Any, softcap: Any) -> None:
     v = k if v is None else v
+    for name, x in {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}.items():
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            raise ValueError(f"attention was given {name} of type {type(x).__name__}: it must be an array")
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"attention was given {shapes}: all three must be [B, L, heads, width]")
@@ -133,7 +139,9 @@ def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask, sinks: Any, sof
             f"attention was given {shapes}: batch and length must be the same in all three, the width in q and k, "
             "the heads in k and v"
         )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f"attention was given {shapes}: no size may be 0")
+    if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"attention was given {q.shape[2]} query heads and {k.shape[2]} key heads: the first must be a multiple of "
             "the second"
@@ -155,6 +163,11 @@ def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask, sinks: Any, sof
         )
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"attention was given sinks {sinks.shape} for {q.shape[2]} query heads: give one for each")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, jax.core.Tracer):
+            raise ValueError(f"attention was given a traced {name}: it is static, so close over a Python number")
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"attention was given {name}={value}: give a finite number, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"attention was given softcap={softcap}: give a number above 0, or None")
     check_mask(mask, q.shape[:2])

@@ -31,6 +31,7 @@ class Plan:
             A hop that no rank needs, by what is static of layout and mask, is left out for all.
         forward_bytes: sent by each rank, the streams of the mask included.
         backward_bytes: the same for the backward.
+        beside: the bytes of them that are under way beside each block, forward and backward: blocks hide them.
         reason: one line on what was chosen and why.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     hops: tuple[int, int]
     forward_bytes: int
     backward_bytes: int
+    beside: tuple[tuple[int, ...], tuple[int, ...]]
     reason: str
 
 
@@ -170,21 +172,18 @@ class _Problem:
         row = self.tokens * self.kv_width
         if members > 1:
             heads = Heads(self.heads, self.kv_heads, members)
-            sent = heads.sent.shape[1]
-            kept = sent if heads.used is None else heads.used.shape[1]
-            exchanged = (members - 1) * sent * row * entry
+            each = heads.sent.shape[1]
+            kept = each if heads.used is None else heads.used.shape[1]
+            exchanged = (members - 1) * each * row * entry
             exchanged += self.tokens * self.heads * (self.width + self.v_width) * entry * (members - 1) // members
         else:
             kept = self.kv_heads
             exchanged = (held - 1) * kept * row * entry
         hop = held * kept * row
-        ways = [hops[0], hops[1] - 1] if all(hops) else [sum(hops)]
-        returned = sum(n + 1 if n > 1 else n for n in ways)
+        forward, backward = _beside(hops, hop * entry, hop * wide)
         streams = 4 * (cp - 1) * self.tokens * self._streams(members)
-        forward = exchanged + sum(hops) * hop * entry + streams
-        return Plan(
-            transport, members, held, hops, forward, exchanged + hop * (returned * entry + sum(hops) * wide), ""
-        )
+        sent = exchanged + sum(forward) + streams, exchanged + sum(backward)
+        return Plan(transport, members, held, hops, *sent, (forward, backward), "")
 
     def _streams(self, members: int) -> int:
         mask = self.mask
@@ -240,9 +239,21 @@ class _Problem:
         busy = 1.0 if positions is None else seen.reshape(groups, -1).mean(1).max() / seen.mean()
         products = 2 * self.tokens * self.heads * (self.width + self.v_width)  # per key
         compute = products * seen.mean() * np.array([1, 2.5]) / FLOPS_PER_BYTE  # forward, backward
-        entry, wide = jnp.dtype(self.dtype).itemsize, jnp.promote_types(self.dtype, jnp.float32).itemsize
-        hops = sum(plan.hops)
-        hop = plan.held * self.tokens * self.kv_width * max(1, self.kv_heads // plan.members)
-        hop_bytes = hop * np.array([entry, entry + wide])
-        hidden = hops * np.minimum(hop_bytes, compute / (hops + 1))
-        return float(compute.sum() * busy + plan.forward_bytes + plan.backward_bytes - hidden.sum())
+        blocks = zip(plan.beside, compute, strict=True)
+        hidden = sum(np.minimum(beside, work / len(beside)).sum() for beside, work in blocks)
+        return float(compute.sum() * busy + plan.forward_bytes + plan.backward_bytes - hidden)
+
+
+def _beside(hops: tuple[int, int], kv: int, dkv: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a ring has under way beside each block, forward and backward, if keys with values and their gradients take
+    `kv` and `dkv` bytes: the walk of `cpjax.attention.transport`."""
+    ahead, back = hops
+
+    def home(n: int) -> list[int]:
+        return [kv, dkv] if n == 1 else [kv] + n * [kv + dkv] if n else [0]
+
+    forward = sum(hops) * [kv] + [0]
+    if not (ahead and back):
+        return tuple(forward), tuple(home(ahead + back))
+    first, *others = home(ahead)
+    return tuple(forward), (*home(back - 1), first + dkv, *others)

@@ -27,6 +27,7 @@ from cpjax.attention.mask import NO_KEY, NO_PARTNER, Streams, Tokens, with_slice
 from cpjax.attention.plan import Heads, Plan
 from cpjax.attention.tiles import Tiling
 from cpjax.exchange import all_gather, all_to_all, permute
+from cpjax.mesh import device_platform
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 
@@ -165,15 +166,14 @@ def _backward(setup: Setup, residuals: Any, grad: jax.Array) -> tuple[Any, ...]:
             kv, dq, dkv = carry
             # Both start before this hop's computation, which hides them: that is why the gradients sent are those of
             # the hop before, and why one kv too many is sent (to leave it out costs a third copy of the kernel).
-            arrived, following = walk.permute(dkv, -direction), walk.permute(kv, -direction)
+            arrived, following = walk.permute(dkv, -direction), kv if count == 1 else walk.permute(kv, -direction)
             dq, dkv = meet((hops - n) * direction, dq, kv)
             return following, dq, arrived + dkv
 
+        count = hops - end
         dq, dkv = meet(hops * direction, dq, kv)
-        if hops == end:
-            return dq, dkv
-        carry, count = (walk.permute(kv, -direction), dq, dkv), hops - end
-        return (hop(1, carry) if count == 1 else lax.fori_loop(1, count + 1, hop, carry))[1:]
+        carry = walk.permute(kv, -direction) if count else kv, dq, dkv
+        return _loop(1, count + 1, hop, carry)[1:]
 
     dq = vary_over(jnp.zeros((*q.shape[:3], q.shape[5], *q.shape[3:5]), dtype), varying_axes(q))
     (ahead, back), dkv = setup.plan.hops, None
@@ -214,8 +214,13 @@ class _Walk:
         return permute(x, self.sharder.axis_name, self.sharder.cp, groups * self.setup.plan.held)
 
 
-def _loop(first: int, end: int, body: Callable[..., Any], carry: Any) -> Any:
-    return lax.fori_loop(first, end, body, carry) if first < end else carry
+def _loop(first: int, end: Any, body: Callable[..., Any], carry: Any) -> Any:
+    if first == end:
+        return carry
+    if end - first == 1 and device_platform() == "cpu":
+        # XLA inlines a loop of one step; on CPUs it then permutes long before the result is used, and keeps it.
+        end = lax.optimization_barrier(jnp.int32(end))
+    return lax.fori_loop(first, end, body, carry)
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -47,7 +47,7 @@ def attend_blocks(
     Raises:
         ValueError: shapes that do not fit each other or the sharder.
     """
-    _check(q, k, v, blocks, document_ids, sharder)
+    _check(q, k, v, blocks, block, document_ids, sharder)
     (batch, length, heads, width), kv_heads = q.shape, k.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     factor = width**-0.5 if scale is None else scale
@@ -93,19 +93,28 @@ def attend_blocks(
 
 
 def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array, document_ids: jax.Array | None, sharder: Sharder
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    blocks: jax.Array,
+    block: int,
+    document_ids: jax.Array | None,
+    sharder: Sharder,
 ) -> None:
+    if block < 1:
+        raise ValueError(f"attend_blocks was given block={block}: it must be at least 1")
     if not q.ndim == k.ndim == v.ndim == blocks.ndim == 4 or (
         q.shape[1] != sharder.local_length
         or not q.shape[:2] == k.shape[:2] == v.shape[:2] == blocks.shape[:2]
         or not k.shape[2] == v.shape[2] == blocks.shape[2]
         or q.shape[3] != k.shape[3]
+        or 0 in (*q.shape, *v.shape, *blocks.shape)
         or q.shape[2] % k.shape[2]
     ):
         raise ValueError(
             f"attend_blocks was given q {q.shape}, k {k.shape}, v {v.shape}, blocks {blocks.shape}: it needs q "
             f"[B, L, H, D], k [B, L, K, D], v [B, L, K, Dv] and blocks [B, L, K, count] of this rank's "
-            f"L={sharder.local_length} tokens, with K a divisor of H"
+            f"L={sharder.local_length} tokens, with K a divisor of H and no size of 0"
         )
     if document_ids is not None and document_ids.shape != q.shape[:2]:
         raise ValueError(

@@ -39,6 +39,8 @@ _STREAMS: dict[str, Stream] = {
     "document_ids": Stream(fill=0),
     "vision_group_ids": Stream(fill=-1),
 }
+_KINDS = {"input_ids": "iu", "labels": "i", "position_ids": "iu", "document_ids": "iu", "vision_group_ids": "i"}
+"""Of NumPy dtypes; streams with negative numbers need signed ones."""
 
 
 def make_batch(
@@ -81,9 +83,9 @@ def make_batch(
         The full-length batch (numpy, T tokens along each token axis) and its sharder.
 
     Raises:
-        ValueError: a missing or unknown stream, a stream of another length or batch size, an attention mask that is
-            not [B, S], position ids that restart without document ids (packed documents would attend to each other),
-            what `pack` refuses, or a sharder for another length.
+        ValueError: a missing or unknown stream, ids or labels that are not integers, a stream of another length or
+            batch size, an attention mask that is not [B, S], position ids that restart without document ids (packed
+            documents would attend to each other), what `pack` refuses, or a sharder for another length.
     """
     arrays = {name: np.asarray(value) for name, value in batch.items()}
     table = dict(_STREAMS, input_ids=Stream(fill=pad_id))
@@ -101,6 +103,9 @@ def make_batch(
         wanted = "[B, S]" if primary[0] == "input_ids" else "[B, S, E]"
         raise ValueError(f"{primary[0]} has shape {arrays[primary[0]].shape}: it must be {wanted}")
     rows, length = arrays[primary[0]].shape[:2]
+    for name, kinds in _KINDS.items():
+        if name in arrays and arrays[name].dtype.kind not in kinds:
+            raise ValueError(f"{name} has dtype {arrays[name].dtype}: make it int32")
 
     _masks_to_padding(arrays, (rows, length))
     padding = arrays.setdefault("padding_mask", np.zeros((rows, length), bool)).astype(bool)

@@ -37,7 +37,10 @@ def pack(
         ValueError: boundaries that do not ascend from 0, documents that cross rows, a mask of another size, a T that
             is too small or indivisible, or a layout whose table is not made from documents.
     """
-    cu_seqlens = np.asarray(cu_seqlens, np.int64)
+    cu_seqlens = np.asarray(cu_seqlens)
+    if cu_seqlens.dtype.kind not in "iu":
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}: it must be of integers")
+    cu_seqlens = cu_seqlens.astype(np.int64)
     if cu_seqlens.ndim != 1 or cu_seqlens.size < 2 or cu_seqlens[0] or (np.diff(cu_seqlens) < 0).any():
         raise ValueError(
             f"cu_seqlens has shape {cu_seqlens.shape} and starts with {cu_seqlens.reshape(-1)[:1].tolist()}: it must "

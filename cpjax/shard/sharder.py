@@ -48,6 +48,11 @@ class Sharder:
     places: Any = None
 
     def __post_init__(self) -> None:
+        if not all(isinstance(n, (int, np.integer)) for n in (self.length, self.padded_length)):
+            raise ValueError(
+                f"a sharder was given length {self.length!r} and padded length {self.padded_length!r}: both must be "
+                "integers"
+            )
         self.layout.check_length(self.padded_length)
         if self.length < 1 or (self.places is None and self.length > self.padded_length):
             raise ValueError(

@@ -47,24 +47,25 @@ def test_collectives_the_all_gather():
     assert collectives(compiled(4, 64, "allgather").as_text()) == {"all-gather": 1, "reduce-scatter": 1}
 
 
-@pytest.mark.parametrize("transport", ["ring", "allgather"])
+@pytest.mark.parametrize("transport", ["ring", "allgather", "ulysses", "ring_ulysses"])
 def test_no_buffer_is_quadratic_in_the_length(transport):
     length, cp = 8192, 4
     shapes = re.findall(
-        r"\b(?:f32|s32|pred)\[([\d,]+)\]", compiled(cp, length, transport, documents=True).as_text() or ""
+        r"\b[a-z]+\d*\[([\d,]+)\]", compiled(cp, length, transport, documents=True, heads=4).as_text() or ""
     )
     largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
-    assert largest < (length // cp) ** 2 / 8  # linear: L H 2D, or all ranks' kv
+    assert largest < length * (length // cp) / 16  # linear: L H 2D, or all ranks' kv
 
 
 def test_memory_is_flat_at_a_fixed_local_length():
     temps = []
     for cp in (1, 2, 4, 8):
-        memory = compiled(cp, cp * 512, "ring").memory_analysis()
+        memory = compiled(cp, cp * 512, "ring", heads=4, width=64).memory_analysis()
         assert memory is not None
         temps.append(memory.temp_size_in_bytes)
-    assert max(temps[1:]) <= 1.05 * min(temps[1:])  # the ring's
-    assert temps[3] <= 2 * temps[0]  # what travels: kv and dkv, and those of the next hop
+    assert max(temps[1:]) <= 1.05 * min(temps[1:])
+    in_flight = 512 * 4 * (64 + 64) * 4  # keys and values of the next hop, which one device alone does not have
+    assert max(temps) <= 1.05 * temps[0] + in_flight
 
 
 def test_other_mesh_axes_stay_automatic():

@@ -125,11 +125,12 @@ def test_r24_masks_follow_global_positions(layout):
 
 def call(
     q=(2, 8, 4, 8), k=(2, 8, 2, 8), v=(2, 8, 2, 6), dtypes=(jnp.float32,) * 3, cp=2, transport="ring",
-    sinks=None, softcap=None, length=16, **mask,
+    sinks=None, softcap=None, scale=None, length=16, **mask,
 ):  # fmt: skip
-    arrays = [jnp.zeros(shape, dtype) for shape, dtype in zip((q, k, v), dtypes, strict=True)]
+    arrays = [x if isinstance(x, list) else jnp.zeros(x, dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)]
     sharder = make_sharder(length if cp == 2 else 8, layout_from_name("zigzag", cp))
-    return attention(*arrays, sharder=sharder, mask=Mask(**mask), transport=transport, sinks=sinks, softcap=softcap)
+    options = {"transport": transport, "sinks": sinks, "softcap": softcap, "scale": scale}
+    return attention(*arrays, sharder=sharder, mask=Mask(**mask), **options)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,12 @@ def call(
         ({}, "outside of a shard_map that is manual over the mesh axis 'cp'"),
         ({"longest_document": 4}, "longest_document was given without document_ids"),
         ({"sinks": jnp.ones(2)}, r"sinks \(2,\) for 4 query heads"),
+        ({"sinks": [1.0] * 4}, "sinks of type list: it must be an array"),
         ({"softcap": 0.0}, "softcap=0.0"),
+        ({"softcap": np.inf}, "softcap=inf: give a finite number"),
+        ({"scale": np.nan}, "scale=nan: give a finite number"),
+        ({"q": [1.0]}, "q of type list: it must be an array"),
+        ({"q": (0, 8, 4, 8), "k": (0, 8, 2, 8), "v": (0, 8, 2, 8)}, r"q \(0, 8, 4, 8\).*no size may be 0"),
         ({"transport": "ring:2"}, "unknown transport 'ring:2'"),
         ({"transport": "ring_ulysses:3"}, r"3.* 4 query heads on 2 ranks"),
     ],
@@ -173,6 +179,11 @@ def call(
 def test_wrong_calls_raise_before_compute(arguments, message):
     with pytest.raises(ValueError, match=message):
         call(**arguments)  # outside shard_map: any collective would raise something else
+
+
+def test_a_traced_scale_raises():
+    with pytest.raises(ValueError, match="a traced scale: it is static"):
+        jax.jit(lambda scale: call(scale=scale))(1.0)
 
 
 def test_a_mesh_of_another_size_raises():

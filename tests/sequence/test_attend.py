@@ -69,5 +69,10 @@ def test_what_does_not_fit_is_refused():
     for wrong in ((q[:, :, :3], k, k, blocks), (q, k, k, blocks[:, :, :1]), (q, k, k[:, :7], blocks)):
         with pytest.raises(ValueError, match=r"attend_blocks was given q .* L=8"):
             attend_blocks(*wrong, block=4, sharder=sharder)
+    for block in (0, -4):
+        with pytest.raises(ValueError, match=f"block={block}: it must be at least 1"):
+            attend_blocks(q, k, k, blocks, block=block, sharder=sharder)
+    with pytest.raises(ValueError, match="no size of 0"):
+        attend_blocks(q, k, k, blocks[..., :0], block=4, sharder=sharder)
     with pytest.raises(ValueError, match=r"document_ids of shape \(1, 4\)"):
         attend_blocks(q, k, k, blocks, block=4, sharder=sharder, document_ids=jnp.ones((1, 4), jnp.int32))

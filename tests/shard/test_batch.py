@@ -87,15 +87,17 @@ def test_the_input_is_a_prefix_of_the_result(length, name, cp):
     ("extra", "message"),
     [
         ({"teacher_logits": np.ones((2, 5, 3))}, "unknown stream 'teacher_logits'"),
-        ({"labels": np.ones((2, 4))}, "must hold the 5 tokens"),
-        ({"labels": np.ones((3, 5))}, "must hold the 2 rows"),
+        ({"labels": np.ones((2, 4), int)}, "must hold the 5 tokens"),
+        ({"labels": np.ones((3, 5), int)}, "must hold the 2 rows"),
         ({"inputs_embeds": np.ones((2, 5, 3))}, "exactly one"),
         ({"attention_mask": np.ones((2, 1, 5, 5))}, "attention_mask has shape"),
         ({"attention_mask": np.full((2, 5), 2)}, "of 0 and 1"),
         ({"attention_mask": np.ones((2, 5)), "padding_mask": np.zeros((2, 5))}, "both"),
         ({"loss_mask": np.ones((2, 5))}, "without labels"),
         ({"position_ids": [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]}, "restart at row 0, token 3"),
-        ({"position_ids": np.ones((3, 2, 6))}, "must hold the 5 tokens"),
+        ({"position_ids": np.ones((3, 2, 6), int)}, "must hold the 5 tokens"),
+        ({"labels": np.ones((2, 5), np.uint8)}, "labels has dtype uint8: make it int32"),
+        ({"document_ids": np.ones((2, 5))}, "document_ids has dtype float64: make it int32"),
     ],
 )
 def test_mismatched_or_undeclared_streams_raise_one_sentence(extra, message):

@@ -301,6 +301,7 @@ def test_values_of_pads_must_be_said():
     ("make", "message"),
     [
         (lambda: pack([1, 4], Packed(2)), "start at 0"),
+        (lambda: pack([0, 4.5], Packed(2)), "cu_seqlens has dtype float64"),
         (lambda: pack([0, 4, 3], Packed(2)), "never descend"),
         (lambda: pack([0], Packed(2)), "documents"),
         (lambda: pack([[0, 1]], Packed(2)), "documents"),

@@ -105,6 +105,11 @@ def test_i6_every_other_length_raises(length, given_length):
     assert_every_other_length_raises(sharder, np.zeros((2, given_length)))
 
 
+def test_lengths_are_integers():
+    with pytest.raises(ValueError, match=r"length 7\.5"):
+        make_sharder(7.5, Zigzag(2))
+
+
 def test_padding_needs_a_fill_and_a_token_axis():
     sharder = make_sharder(5, Zigzag(2))
     with pytest.raises(ValueError, match="fill"):
