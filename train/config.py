@@ -148,9 +148,14 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) instead, which suits high ranks."""
     dora: bool = False
     """Also train the length of each column of an adapted matrix, apart from its direction."""
+    dropout: float = 0.0
+    """Share of the numbers that enter an adapter which are dropped while training, others each time."""
     targets: list[str] = dataclasses.field(default_factory=lambda: ["language_model.*_proj"])
     """Regular expressions of the projections to adapt, searched as those of freeze are; default: all in the layers of
     the language model."""
+    modules_to_save: list[str] = dataclasses.field(default_factory=list)
+    """Regular expressions of parameters, searched as those of freeze are: the modules that hold them are trained whole
+    and saved with the adapter, for instance [embed_tokens, lm_head]."""
     path: str = ""
     """Folder of a PEFT adapter to start from; it must have the rank and kind above. Empty: a fresh one."""
     merge: bool = False
@@ -227,7 +232,7 @@ class Config:
             self._check(name, self._get(name) >= 0, "0 or more")
         for name in ("optimizer.lr", "lora.alpha", "distill.temperature"):
             self._check(name, self._get(name) > 0, "above 0")
-        for name in ("optimizer.momentum", "optimizer.ema"):
+        for name in ("optimizer.momentum", "optimizer.ema", "lora.dropout"):
             self._check(name, 0 <= self._get(name) < 1, "in [0, 1)")
         for name in ("optimizer.decay", "optimizer.final", "distill.ratio"):
             self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")

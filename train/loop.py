@@ -175,7 +175,7 @@ def train(config: Config, devices: str) -> int:
     draw_metrics(records, out / "curves.png", f"{task.describe()[0]}\ncp {layout.cp}, {layout.name} layout")
     model, adapter, export = merge_model(graphdef, state.best, state.frozen), out / "adapter", out / "export"
     if config.lora.rank:
-        save_adapter(model, adapter, config.lora, config.model.path)
+        save_adapter(model, adapter, config.lora, os.path.abspath(config.model.path))
         merge_adapters(model)
     if exported := not config.lora.rank or config.lora.merge:
         save_pretrained(model, export, companions=config.model.path or None)

@@ -70,8 +70,8 @@ def tokens_of(batch, sharder):
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "packed"])
-def test_a_run_resumes_with_the_batches_that_come_next_on_any_mesh(folder, layout):
-    """R62: of the whole stream, none is skipped and none comes twice, over the end of an epoch too."""
+def test_r62_a_run_resumes_with_the_batches_that_come_next_on_any_mesh(folder, layout):
+    """Of the whole stream, none is skipped and none comes twice, over the end of an epoch too."""
     whole = make_task(options(folder, layout=layout))
     batches = [tokens_of(*whole.next_batch()) for _ in range(8)]
     assert len({json.dumps(batch) for batch in batches}) == 8
