@@ -51,6 +51,11 @@ class ModelConfig:
     vision_heads: int = 2
     """Attention heads of the vision tower."""
 
+    @property
+    def computes_in(self) -> str:
+        """Number format of activations."""
+        return self.dtype if self.compute_dtype == "same" else self.compute_dtype
+
     def sizes_given(self) -> list[str]:
         """The options of sizes, meant for a model from scratch, that differ from their defaults."""
         sizes = [field for field in dataclasses.fields(self) if isinstance(field.default, int)]
@@ -203,7 +208,7 @@ class RunConfig:
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_best: str = ""
     """Held-out metric, for instance held_out_accuracy: the checkpoint in which it is best (a loss: least) is kept too,
-    and one is also saved whenever it is better than before; empty: none is."""
+    and one is also saved whenever it is better than before, and it is what is exported at the end; empty: none is."""
 
 
 @dataclasses.dataclass(frozen=True)
