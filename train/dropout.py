@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from cpjax.shard import Sharder
 from cpjax.train.lora import Adapter
 
 _NUMBERS = "token_numbers"
+_ROW = np.uint32(0x9E3779B1)
+"""Between the numbers of two rows, modulo 2^32: far from all its small multiples, and free of the padded length."""
 
 
 def draw_anew(
@@ -29,8 +32,8 @@ def draw_anew(
         return frozen, batch
     draw = jnp.vectorize(lambda seed: jax.random.bits(jax.random.fold_in(jax.random.key(seed), step)))
     anew = {name: draw(seed) for name, seed in seeds.items()}
-    shape = batch["input_ids"].shape
-    return frozen | anew, batch | {_NUMBERS: jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape)}
+    rows, places = (jax.lax.broadcasted_iota(jnp.uint32, batch["input_ids"].shape, axis) for axis in (0, 1))
+    return frozen | anew, batch | {_NUMBERS: rows * _ROW + places}
 
 
 def start_dropout(model: nnx.Module, batch: dict[str, jax.Array], sharder: Sharder) -> None:
