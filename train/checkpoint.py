@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
+import hashlib
 import logging
 import math
 import os
@@ -15,12 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import yaml
 from jax.sharding import Mesh
 
+from cpjax.models.common.checkpoint import CONFIG
 from cpjax.models.common.sharding import tree_shardings
-from cpjax.train.config import Config
+from cpjax.train.config import Config, parse_config
 from cpjax.train.errors import InputError
 from cpjax.train.step import TrainState
 
@@ -31,11 +35,12 @@ FREE = {
 }  # fmt: skip
 """Sections and options that may change on resume: they do not decide the numbers."""
 
-PATHS = ("model.path", "lora.path", "run.out")
+PATHS = ("model.path", "lora.path", "distill.teacher", "records.files", "records.held_out", "run.out")
 """Options that name files; a run keeps them absolute, so that it can be resumed from any working directory."""
 
 _OPTIONS = "config.yaml"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_PIECE = 1 << 16
 
 
 def check_folder(config: Config) -> None:
@@ -85,6 +90,18 @@ def claim_folder(config: Config) -> None:
         os.replace(part, saved)
 
 
+def read_run(folder: pathlib.Path) -> Config:
+    """The options of the run in a folder, wherever it has been moved to.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    if not (folder / _OPTIONS).is_file():
+        raise ValueError(f"there is no run in {folder} ({_OPTIONS} is missing): give the folder that --run.out named")
+    config = parse_config(["--config", str(folder / _OPTIONS)])
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, out=str(folder)))
+
+
 def _read_options(saved: pathlib.Path) -> dict[str, dict[str, Any]]:
     try:
         options = yaml.safe_load(saved.read_text())
@@ -99,8 +116,12 @@ def _anchored(options: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     options = {section: dict(values) for section, values in options.items()}
     for name in PATHS:
         section, option = name.split(".")
-        if options.get(section, {}).get(option):
-            options[section][option] = os.path.abspath(options[section][option])
+        if given := options.get(section, {}).get(option):
+            files = given if isinstance(given, list) else [given]
+            # Held-out sets may have names, NAME=FILE.
+            split = [file.rpartition("=") if option == "held_out" else ("", "", file) for file in files]
+            anchored = [f"{name}{equals}{os.path.abspath(file)}" for name, equals, file in split]
+            options[section][option] = anchored if isinstance(given, list) else anchored[0]
     return options
 
 
@@ -119,21 +140,24 @@ class Checkpoints:
     """The checkpoints of one run, by step, in `out/checkpoints`: the newest ones and, by `run.keep_best`, the best.
 
     Each holds the train state and, as JSON, the options, the data position and the held-out metrics, if it was
-    evaluated.
+    evaluated. Parameters that are frozen stay in the folder `model.path`, if there is one: a state that is restored
+    gets those of the state it is to be like, and the folder must be the same as when the checkpoint was saved.
 
     Attributes:
         folder: where they are.
-        data: the data position of what was restored.
+        data, metrics: data position and held-out metrics of what was restored.
 
     What writes raises InputError when the disk is full or cannot be written; a save runs in the background, so that
     the next call may be the one to raise. Complete checkpoints are not touched then.
     """
 
     data: Mapping[str, Any]
+    metrics: Mapping[str, float]
 
     def __init__(self, config: Config):
         self.folder = pathlib.Path(config.run.out).resolve() / "checkpoints"
         self._config = config
+        self._base = fingerprint(pathlib.Path(config.model.path)) if config.model.path else ""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         self._unfinished = [name.split(".")[0] for name in names if _UNFINISHED in name]
         _silence_orbax()
@@ -166,6 +190,11 @@ class Checkpoints:
         best = max(((score, step) for step, score in self._scores.items()), default=(-math.inf, None))
         return best[1] if best[0] > -math.inf else None
 
+    @property
+    def last_step(self) -> int | None:
+        """Step of the newest checkpoint, if there is any."""
+        return max(self._manager.all_steps(), default=None)
+
     def is_best(self, record: Mapping[str, float]) -> bool:
         """Whether a record of metrics holds the one that decides, better than in any checkpoint.
 
@@ -194,10 +223,15 @@ class Checkpoints:
             "next_step": step,
             "data": dict(data or {}),
             "metrics": _held_out(record),
+            "base": self._base if state.frozen else "",
         }
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
+        items = ocp.args.Composite(state=ocp.args.StandardSave(self._own(state)), run=ocp.args.JsonSave(run))
         with self._told():
             self._manager.save(step, args=items, force=True)
+
+    def _own(self, state: TrainState) -> TrainState:
+        """What a checkpoint holds of a state."""
+        return dataclasses.replace(state, frozen={}) if self._base else state
 
     def wait(self) -> None:
         """Returns once everything saved so far is on disk."""
@@ -234,30 +268,19 @@ class Checkpoints:
         one before it is taken.
 
         Args:
-            like: a state of the same shapes; its values are not used.
+            like: a state of the same shapes, of which only frozen parameters that no checkpoint holds are used.
 
         Raises:
-            InputError: a checkpoint holds other arrays than this model and optimizer have, or there are some, but
-                none can be read.
+            InputError: a checkpoint holds other arrays than this model and optimizer have, or belongs to another
+                frozen model than that in `model.path`; or there are some, but none can be read.
         """
         for unfinished in self._unfinished:
             say(f"a save of step {unfinished} was cut short; what was written of it is deleted")
-        target = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            like,
-            tree_shardings(mesh, like),
-        )
+        target = self._target(like, mesh)
         steps = sorted(self._manager.all_steps(), reverse=True)
         for step in steps:
             try:
-                found = self._manager.item_metadata(step).state.tree
-                self._compare(step, found, target)
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
-                restored = self._manager.restore(step, args=items)
-                if restored.run["next_step"] != step:
-                    raise OSError(f"it says that its next step is {restored.run['next_step']}")
-                self.data = restored.run["data"]
-                return restored.state
+                return self._read(step, target, like)
             except (InputError, MemoryError, jax.errors.JaxRuntimeError):  # the checkpoint is not to blame
                 raise
             except Exception as error:  # tensorstore, orbax, json and the file system each have their own
@@ -268,6 +291,50 @@ class Checkpoints:
                 "again to start from step 0"
             )
         return None
+
+    def read(self, step: int, like: TrainState, mesh: Mesh) -> TrainState:
+        """The state after `step` steps, placed on the mesh; see `restore`.
+
+        Raises:
+            InputError: there is no such checkpoint, it cannot be read, or see `restore`.
+        """
+        kept = sorted(self._manager.all_steps())
+        if step not in kept:
+            raise InputError(
+                f"{self.folder} has no checkpoint of step {step}: it has {', '.join(map(str, kept)) or 'none'}"
+            )
+        try:
+            return self._read(step, self._target(like, mesh), like)
+        except (InputError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # as in `restore`
+            raise InputError(
+                f"checkpoint {self.folder / str(step)} is incomplete ({' '.join(str(error).split())[:160]}): choose "
+                "another"
+            ) from None
+
+    def _target(self, like: TrainState, mesh: Mesh) -> TrainState:
+        """Shapes and places of what a checkpoint holds."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self._own(like),
+            tree_shardings(mesh, self._own(like)),
+        )
+
+    def _read(self, step: int, target: TrainState, like: TrainState) -> TrainState:
+        self._compare(step, self._manager.item_metadata(step).state.tree, target)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
+        restored = self._manager.restore(step, args=items)
+        run = restored.run
+        if run["next_step"] != step:
+            raise OSError(f"it says that its next step is {run['next_step']}")
+        if run["base"] and run["base"] != self._base:
+            raise InputError(
+                f"the model in --model.path {self._config.model.path} is not the one that checkpoint "
+                f"{self.folder / str(step)} was trained on: put back its config.json and weights"
+            )
+        self.data, self.metrics = run["data"], run["metrics"]
+        return dataclasses.replace(restored.state, frozen=like.frozen) if self._base else restored.state
 
     def _compare(self, step: int, found: Any, target: TrainState) -> None:
         shapes = [
@@ -295,6 +362,29 @@ class Checkpoints:
         os.replace(self.folder / str(step), aside)
         say(f"checkpoint {step} is incomplete and was moved to {aside}: {' '.join(str(error).split())[:160]}")
         self._open()
+
+
+def shapes_of(state: TrainState) -> TrainState:
+    """All that restoring needs of a state: shapes alone, but of frozen parameters, so that no memory holds it twice."""
+    return dataclasses.replace(jax.eval_shape(lambda state: state, state), frozen=state.frozen)
+
+
+def fingerprint(folder: pathlib.Path) -> str:
+    """The same for two Hugging Face folders with the same configuration and weights.
+
+    Of each file with weights it takes the size, the header, with names and shapes, and ten pieces, the last one too.
+    """
+    said = hashlib.sha256((folder / CONFIG).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        said.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            first = 8 + int.from_bytes(file.read(8), "little")
+            said.update(file.read(first - 8))
+            for start in np.linspace(first, max(first, size - _PIECE), 10, dtype=int):
+                file.seek(start)
+                said.update(file.read(_PIECE))
+    return said.hexdigest()
 
 
 def _held_out(record: Mapping[str, float]) -> dict[str, float]:

@@ -51,6 +51,11 @@ class ModelConfig:
     vision_heads: int = 2
     """Attention heads of the vision tower."""
 
+    @property
+    def computes_in(self) -> str:
+        """Number format of activations."""
+        return self.dtype if self.compute_dtype == "same" else self.compute_dtype
+
     def sizes_given(self) -> list[str]:
         """The options of sizes, meant for a model from scratch, that differ from their defaults."""
         sizes = [field for field in dataclasses.fields(self) if isinstance(field.default, int)]
@@ -148,9 +153,14 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) instead, which suits high ranks."""
     dora: bool = False
     """Also train the length of each column of an adapted matrix, apart from its direction."""
+    dropout: float = 0.0
+    """Share of the numbers that enter an adapter which are dropped while training, others each time."""
     targets: list[str] = dataclasses.field(default_factory=lambda: ["language_model.*_proj"])
     """Regular expressions of the projections to adapt, searched as those of freeze are; default: all in the layers of
     the language model."""
+    modules_to_save: list[str] = dataclasses.field(default_factory=list)
+    """Regular expressions of parameters, searched as those of freeze are: the modules that hold them are trained whole
+    and saved with the adapter, for instance [embed_tokens, lm_head]."""
     path: str = ""
     """Folder of a PEFT adapter to start from; it must have the rank and kind above. Empty: a fresh one."""
     merge: bool = False
@@ -198,7 +208,7 @@ class RunConfig:
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
     keep_best: str = ""
     """Held-out metric, for instance held_out_accuracy: the checkpoint in which it is best (a loss: least) is kept too,
-    and one is also saved whenever it is better than before; empty: none is."""
+    and one is also saved whenever it is better than before, and it is what is exported at the end; empty: none is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +237,7 @@ class Config:
             self._check(name, self._get(name) >= 0, "0 or more")
         for name in ("optimizer.lr", "lora.alpha", "distill.temperature"):
             self._check(name, self._get(name) > 0, "above 0")
-        for name in ("optimizer.momentum", "optimizer.ema"):
+        for name in ("optimizer.momentum", "optimizer.ema", "lora.dropout"):
             self._check(name, 0 <= self._get(name) < 1, "in [0, 1)")
         for name in ("optimizer.decay", "optimizer.final", "distill.ratio"):
             self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")

@@ -21,6 +21,14 @@ from cpjax.train.step import Arrays, make_eval_step
 from cpjax.train.task import Evaluate, HostBatch
 
 
+def model_config(config: Config) -> Any:
+    """Configuration of the model that a run starts from: that of its folder, or one for the digits."""
+    if not config.model.path:
+        return digits.model_config(config.model)
+    source = read_json(pathlib.Path(config.model.path) / CONFIG)
+    return family(str(source.get("model_type"))).Config.from_dict(source)
+
+
 class DigitsTask:
     """See `cpjax.train.task.Task`."""
 
@@ -28,10 +36,7 @@ class DigitsTask:
 
     def __init__(self, config: Config, layout: Layout):
         self._config, self._layout, self._step = config, layout, 0
-        self.model_config = digits.model_config(config.model)
-        if config.model.path:
-            source = read_json(pathlib.Path(config.model.path) / CONFIG)
-            self.model_config = family(str(source.get("model_type"))).Config.from_dict(source)
+        self.model_config = model_config(config)
         self._held_out = held_out_documents(config.data, config.run.eval_batches, config.run.batch_size)
 
     def describe(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -20,8 +21,9 @@ from cpjax.models import from_pretrained
 from cpjax.shard import Layout, Sharder, layout_from_name
 from cpjax.train import digits
 from cpjax.train.config import DataConfig
-from cpjax.train.devices import set_up_devices
+from cpjax.train.devices import MAX_VIRTUAL, set_up_devices
 from cpjax.train.errors import computing, run_command
+from cpjax.train.metrics import metric_words
 from cpjax.train.step import Arrays, make_eval_step, place_batch, split_model
 from cpjax.train.task import HostBatch, host_batch
 
@@ -128,7 +130,18 @@ def main() -> int:
 
 
 def try_export(folder: pathlib.Path, count: int, show: int, cp: int) -> int:
-    """Asks an export about `count` held-out documents, and prints the first `show` questions and the accuracy."""
+    """Asks an export about `count` held-out documents, and prints the first `show` questions and the accuracy.
+
+    Raises:
+        ValueError: an option out of its range, or a folder that is no export of the default job.
+    """
+    for option, value, least, most in (
+        ("documents", count, 1, math.inf), ("show", show, 0, math.inf), ("cp", cp, 1, MAX_VIRTUAL)
+    ):  # fmt: skip
+        if not least <= value <= most:
+            raise ValueError(
+                f"--{option} is {value}: it must be at least {least}" + f", at most {most}" * (most < math.inf)
+            )
     set_up_devices(cp)
     mesh, layout = make_mesh(cp=cp), layout_from_name("zigzag", cp)
     data = read_data_config(folder / "README.md")
@@ -144,8 +157,8 @@ def try_export(folder: pathlib.Path, count: int, show: int, cp: int) -> int:
                 show -= 1
         for kind, pair in count_right(documents, answers).items():
             counts[kind] += pair
-    for name, value in accuracies(counts).items():
-        print(f"{name.replace('_', ' ').replace('/', ': ')} {value:.4f}")
+    for name, accuracy in accuracies(counts).items():
+        print(f"{metric_words(name)} {accuracy:.4f}")
     return 0
 
 
@@ -174,9 +187,11 @@ def draw_question(document: digits.Document, question: digits.Question, answer: 
     lines = [
         "   ".join("".join(2 * _SHADES[level] for level in row[i]) for row in levels) for i in range(len(levels[0]))
     ]
+    ids = np.asarray(document.row.input_ids)
+    equals = [digits.VOCABULARY[ids[place - 1]] == "=" for place in question.answer]  # as in the document, before these
     said, wanted = (
-        " ".join(digits.VOCABULARY[token] for token in tokens)
-        for tokens in (answer, np.asarray(document.row.input_ids)[question.answer])
+        " ".join("= " * equal + digits.VOCABULARY[token] for token, equal in zip(tokens, equals, strict=True))
+        for tokens in (answer, ids[question.answer])
     )
     verdict = "right" if is_right(document, question, answer) else f"wrong, it is {wanted}"
     return "\n".join([*lines, f"{question.text}: {said} ({verdict})", ""])

@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,7 +26,7 @@ from cpjax import __version__
 from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.shard import layout_from_name
-from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
+from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, shapes_of
 from cpjax.train.config import Config
 from cpjax.train.distill import load_teacher
 from cpjax.train.errors import computing
@@ -33,6 +35,7 @@ from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
 from cpjax.train.optimizer import make_optimizer, make_schedule
 from cpjax.train.report import describe_parameters, relative_change
 from cpjax.train.step import (
+    TrainState,
     init_state,
     make_train_step,
     merge_model,
@@ -61,7 +64,7 @@ def train(config: Config, devices: str) -> int:
     check_folder(config)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
-    compute = config.model.dtype if config.model.compute_dtype == "same" else config.model.compute_dtype
+    compute = config.model.computes_in
     on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
     if on_cpu and compute == "bfloat16" and config.mesh.cp > 1 and transport != "ring":
         raise ValueError(
@@ -69,19 +72,12 @@ def train(config: Config, devices: str) -> int:
         )
 
     task = open_task(config, layout)
-    model = make_model(config, task.model_config)
-    table = weight_table(model)
-    name = task.model_config.to_dict().get("architectures", [type(model).__name__])[0]
-    names = {weight.path: weight.names for weight in table}
+    graphdef, state, optimizer, names = prepare(config, task.model_config, mesh)
     teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
-    graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
+    name = class_name(task.model_config)
     schedule = make_schedule(config.optimizer, run.steps)
-    optimizer = make_optimizer(config.optimizer, table, params)
-    sizes = describe_parameters(params | frozen, names)
-    frozen_size = sum(array.size for array in frozen.values())
-    average, scaled = config.optimizer.ema > 0, compute == "float16"
-    state = init_state(params, frozen, optimizer, mesh, average=average, scaled=scaled)
-    del model, params, frozen  # the state is given to the first step
+    sizes = describe_parameters(state.params | state.frozen, names)
+    frozen_size = sum(array.size for array in state.frozen.values())
     forward: dict[str, Any] = {
         "transport": config.mesh.transport,
         "kernel": config.mesh.kernel,
@@ -99,6 +95,7 @@ def train(config: Config, devices: str) -> int:
     claim_folder(config)
     checkpoints = Checkpoints(config)
     if run.resume:
+        state = shapes_of(state) if checkpoints.last_step is not None else state
         restored = checkpoints.restore(state, mesh, say)
         say(f"resuming after step {restored.step}" if restored else "no checkpoint yet: starting from step 0")
         if restored:
@@ -171,16 +168,21 @@ def train(config: Config, devices: str) -> int:
         return 128 + caught[0]
 
     records = read_metrics(out / "metrics.jsonl")
-    result = records[-1]
+    best = checkpoints.best_step or done
+    result = next(record for record in records if record["step"] == best)
+    if best < done:
+        state = shapes_of(state)
+        with contextlib.closing(Checkpoints(config)) as kept:
+            state = kept.read(best, state, mesh)
     draw_metrics(records, out / "curves.png", f"{task.describe()[0]}\ncp {layout.cp}, {layout.name} layout")
     model, adapter, export = merge_model(graphdef, state.best, state.frozen), out / "adapter", out / "export"
     if config.lora.rank:
-        save_adapter(model, adapter, config.lora, config.model.path)
+        save_adapter(model, adapter, config.lora, os.path.abspath(config.model.path))
         merge_adapters(model)
     if exported := not config.lora.rank or config.lora.merge:
         save_pretrained(model, export, companions=config.model.path or None)
         task.write_card(export, result, name)
-    _, *initial = split_model(make_base(config, task.model_config))
+    _, *initial = split_model(make_base(config, task.model_config, mesh))
     _, *final = split_model(model)
     changes = relative_change(initial[0] | initial[1], final[0] | final[1], names)
     say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
@@ -191,13 +193,13 @@ def train(config: Config, devices: str) -> int:
         say(f"left out    {left_out}")
     say(f"picture     {out / 'curves.png'}")
     say(f"metrics     {out / 'metrics.jsonl'}")
-    best = f", the best one {checkpoints.best_step}, by {run.keep_best}" if checkpoints.best_step else ""
-    say(f"checkpoints {out / 'checkpoints'}{best}")
+    chosen = f", of step {best}, the best by {run.keep_best}" if checkpoints.best_step else ""
+    say(f"checkpoints {out / 'checkpoints'}")
     say(f"resume      {resume}")
     if config.lora.rank:
-        say(f"adapter     {adapter}")
+        say(f"adapter     {adapter}{chosen}")
     if exported:
-        say(f"export      {export}")
+        say(f"export      {export}{chosen}")
         if task.ask:
             say(f"try it      {python} -m {task.ask} {shlex.quote(str(export))}")
     else:
@@ -206,9 +208,31 @@ def train(config: Config, devices: str) -> int:
     return 0
 
 
-def make_model(config: Config, model_config: Any) -> Any:
+def prepare(
+    config: Config, model_config: Any, mesh: Mesh
+) -> tuple[nnx.GraphDef, TrainState, optax.GradientTransformation, dict[str, tuple[str, ...]]]:
+    """Structure of the model, the state before the first step on the mesh, the optimizer, and the tensors' names.
+
+    Raises:
+        ValueError: a folder that cannot be used, or options that do not fit the model.
+    """
+    model = make_model(config, model_config, mesh)
+    table = weight_table(model)
+    names = {weight.path: weight.names for weight in table}
+    graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
+    optimizer = make_optimizer(config.optimizer, table, params)
+    average, scaled = config.optimizer.ema > 0, config.model.computes_in == "float16"
+    return graphdef, init_state(params, frozen, optimizer, mesh, average=average, scaled=scaled), optimizer, names
+
+
+def class_name(model_config: Any) -> str:
+    """The model's class in transformers."""
+    return model_config.to_dict().get("architectures", [family(model_config.model_type).Model.__name__])[0]
+
+
+def make_model(config: Config, model_config: Any, mesh: Mesh) -> Any:
     """The model before the first step, with the adapters that are to be trained."""
-    model = make_base(config, model_config)
+    model = make_base(config, model_config, mesh)
     if config.lora.path:
         load_adapter(model, pathlib.Path(config.lora.path), config.lora)
     elif config.lora.rank:
@@ -216,11 +240,11 @@ def make_model(config: Config, model_config: Any) -> Any:
     return model
 
 
-def make_base(config: Config, model_config: Any) -> Any:
-    """The model without adapters: from a Hugging Face folder, or fresh weights from the seed."""
+def make_base(config: Config, model_config: Any, mesh: Mesh) -> Any:
+    """The model without adapters: from a Hugging Face folder, split over the mesh, or fresh weights from the seed."""
     dtype = jnp.dtype(config.model.dtype)
     if config.model.path:
-        return from_pretrained(config.model.path, dtype=dtype)
+        return from_pretrained(config.model.path, mesh=mesh, dtype=dtype)
     model_class = family(model_config.model_type).Model
     return model_class(model_config, rngs=nnx.Rngs(config.run.seed), dtype=dtype)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ from cpjax.train.patterns import find, projections
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
+_PREFIX = "base_model.model."
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _ABSENT = (
-    "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices", "target_parameters",
+    "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices", "target_parameters",
     "layer_replication", "fan_in_fan_out", "alora_invocation_tokens", "use_qalora", "use_bdlora",
 )  # fmt: skip
 """What an adapter may not have: each changes what the tensors mean."""
@@ -44,7 +46,12 @@ class Adapter(nnx.Module):
         b: [rank, out], zero at the start.
         magnitude: [out], or None.
         scale: a number.
+        rate: share of x that is dropped while training.
+        seed: uint32, of what is dropped; None without dropout.
+        drop: what drops it, (x, seed, rate) -> x; None, as in evaluation: nothing does. See `cpjax.train.dropout`.
     """
+
+    drop: Callable[[jax.Array, jax.Array, float], jax.Array] | None = None
 
     def __init__(self, kernel: jax.Array, options: LoraConfig, key: jax.Array):
         *stack, fan_in, fan_out = kernel.shape
@@ -53,13 +60,20 @@ class Adapter(nnx.Module):
         self.b = nnx.LoRAParam(jnp.zeros((*stack, rank, fan_out), dtype))
         self.scale = options.alpha / (rank**0.5 if options.rslora else rank)
         self.magnitude = nnx.LoRAParam(self.lengths(kernel)) if options.dora else None
+        self.rate = options.dropout
+        self.seed = nnx.Variable(jax.random.bits(jax.random.fold_in(key, 1), stack)) if options.dropout else None
 
     def __call__(self, x: jax.Array, kernel: jax.Array, y: jax.Array) -> jax.Array:
         """x [..., in], y = x @ kernel [..., out] -> [..., out]."""
-        y += self.scale * ((x @ self.a[...].astype(x.dtype)) @ self.b[...].astype(x.dtype))
+        base = y
+        if self.drop is not None and self.seed is not None:
+            x = self.drop(x, self.seed[...], self.rate)
+            base = y if self.magnitude is None else x @ kernel.astype(x.dtype)  # as PEFT does
+        added = self.scale * ((x @ self.a[...].astype(x.dtype)) @ self.b[...].astype(x.dtype))
         if self.magnitude is None:
-            return y
-        return y * (self.magnitude[...] / jax.lax.stop_gradient(self.lengths(kernel))).astype(x.dtype)
+            return y + added
+        length = (self.magnitude[...] / jax.lax.stop_gradient(self.lengths(kernel))).astype(x.dtype)
+        return y + (length - 1) * base + length * added
 
     def lengths(self, kernel: jax.Array) -> jax.Array:
         """Euclidean lengths of the columns of kernel + scale a @ b, [..., out]."""
@@ -87,41 +101,89 @@ def _linears(model: nnx.Module) -> Iterator[tuple[str, Linear]]:
 def add_adapters(model: Any, options: LoraConfig, seed: int = 0) -> None:
     """Puts fresh adapters, which change nothing yet, on the projections that `options.targets` match.
 
+    The parameters of the modules that `options.modules_to_save` match become `nnx.LoRAParam` as well, in float32 or
+    wider, so that they are trained and saved with the adapters.
+
     Raises:
-        ValueError: a bad pattern, see `find`.
+        ValueError: a bad pattern, see `find`, or a projection that is both to be adapted and to be trained whole.
     """
-    candidates = projections(family(model.config.model_type).weights(model.config))
+    table = family(model.config.model_type).weights(model.config)
+    candidates = projections(table)
     found = find("lora.targets pattern", options.targets, {weight.path: weight.names for weight in candidates})
     chosen = {path for paths in found for path in paths}
     keys = iter(jax.random.split(jax.random.key(seed), len(chosen)))
     for path, linear in _linears(model):
         if path in chosen:
             linear.adapter = Adapter(linear.kernel[...], options, next(keys))
+    found = find(
+        "lora.modules_to_save pattern", options.modules_to_save, {weight.path: weight.names for weight in table}
+    )
+    matched = {path for paths in found for path in paths}
+    modules = {_module(name) for weight in table if weight.path in matched for name in weight.names}
+    for weight in table:
+        inside = [name for name in weight.names if any(name.startswith(f"{module}.") for module in modules)]
+        if inside and weight.path in chosen:
+            raise ValueError(
+                f"{inside[0]} is matched by --lora.targets and lies in a module of --lora.modules_to_save: an adapter "
+                "on what is trained whole is of no use, so let only one of them match it"
+            )
+        if inside:
+            old = _variable(model, weight.path)[...]
+            wide = old.astype(jnp.promote_types(old.dtype, jnp.float32))
+            _put(model, weight.path, nnx.LoRAParam(wide, dtype_before=old.dtype))
 
 
 def merge_adapters(model: Any) -> None:
     """Puts every adapter into its kernel: a plain model again."""
+    for path in _whole(model):
+        variable = _variable(model, path)
+        _put(model, path, nnx.Param(variable[...].astype(variable.dtype_before)))
     for _, linear in _linears(model):
         if isinstance(linear.adapter, Adapter):
             linear.kernel = nnx.Param(linear.adapter.merged(linear.kernel[...]))
             del linear.adapter
 
 
+def _whole(model: Any) -> list[str]:
+    """Paths of the model's own parameters that are trained whole."""
+    paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))]
+    return [path for path in paths if ".adapter." not in path]
+
+
+def _variable(model: Any, path: str) -> Any:
+    for part in path.split("."):
+        model = model[int(part)] if part.isdigit() else getattr(model, part)
+    return model
+
+
+def _put(model: Any, path: str, variable: nnx.Variable) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(_variable(model, parent) if parent else model, name, variable)
+
+
 def weight_table(model: Any) -> list[Weight]:
     """Every parameter, those of adapters included, with the tensors that hold it on disk."""
-    table = family(model.config.model_type).weights(model.config)
-    return table + adapter_weights(model)
+    return family(model.config.model_type).weights(model.config) + _adapter_weights(model)
 
 
-def adapter_weights(model: Any) -> list[Weight]:
-    """The parameters of the adapters, under PEFT's names."""
+def _saved_weights(model: Any) -> list[Weight]:
+    """The parameters that are saved with the adapters: theirs, and those that are trained whole; under PEFT's names."""
+    table, whole = family(model.config.model_type).weights(model.config), set(_whole(model))
+    return _adapter_weights(model) + [
+        dataclasses.replace(weight, names=tuple(f"{_PREFIX}{name}" for name in weight.names))
+        for weight in table
+        if weight.path in whole
+    ]
+
+
+def _adapter_weights(model: Any) -> list[Weight]:
     kernels = {weight.path: weight for weight in family(model.config.model_type).weights(model.config)}
     table = []
     for path, linear in _linears(model):
         if linear.adapter is None:
             continue
         kernel = kernels[path]
-        stems = [f"base_model.model.{name.removesuffix('.weight')}" for name in kernel.names]
+        stems = [f"{_PREFIX}{name.removesuffix('.weight')}" for name in kernel.names]
         for part, name in (("a", "lora_A.weight"), ("b", "lora_B.weight"), ("magnitude", "lora_magnitude_vector")):
             if getattr(linear.adapter, part) is not None:
                 names = tuple(f"{stem}.{name}" for stem in stems)
@@ -135,22 +197,24 @@ def save_adapter(model: Any, folder: pathlib.Path, options: LoraConfig, base: st
 
     Args:
         options: those that the adapters were made with.
-        base: folder of the model that they adapt, for whoever loads them.
+        base: absolute path of the model that they adapt, for whoever loads them.
 
     Raises:
         ValueError: the folder holds something other than an earlier adapter.
     """
-    table = adapter_weights(model)
+    table = _saved_weights(model)
+    whole = {_module(name) for weight in table if ".adapter." not in weight.path for name in weight.names}
     config = {
         **_PLAIN,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": options.rank,
         "lora_alpha": int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": options.dropout,
         "use_rslora": options.rslora,
         "use_dora": options.dora,
-        "target_modules": _target_modules(model, table),
+        "target_modules": _target_modules(model, _adapter_weights(model)),
+        "modules_to_save": sorted(whole) or None,
         "inference_mode": True,
     }
     adapters = nnx.state(model, nnx.LoRAParam)
@@ -169,8 +233,9 @@ def _target_modules(model: Any, adapters: Sequence[Weight]) -> list[str]:
 
 
 def _module(name: str) -> str:
-    """The module that a tensor of PEFT's belongs to."""
-    return re.sub(r"^base_model\.model\.|\.lora_\w+(\.weight)?$", "", name)
+    """The module that a tensor belongs to, by its name here or with PEFT's prefix and suffixes."""
+    name = name.removeprefix(_PREFIX)
+    return re.sub(r"\.lora_\w+(\.weight)?$", "", name) if ".lora_" in name else name.rpartition(".")[0]
 
 
 def load_adapter(model: Any, folder: pathlib.Path, options: LoraConfig | None = None) -> LoraConfig:
@@ -209,6 +274,7 @@ def load_adapter(model: Any, folder: pathlib.Path, options: LoraConfig | None = 
             rslora=bool(config.get("use_rslora")),
             dora=bool(config.get("use_dora")),
             targets=_targets(model, names, folder),
+            modules_to_save=_modules_to_save(model, names),
         )
         for key in ("rank", "alpha", "rslora", "dora"):
             if options and getattr(found, key) != getattr(options, key):
@@ -217,7 +283,7 @@ def load_adapter(model: Any, folder: pathlib.Path, options: LoraConfig | None = 
                     f"{getattr(options, key)}: set it to the adapter's, or start from a fresh one"
                 )
         add_adapters(model, options or found)
-        table = adapter_weights(model)
+        table = _saved_weights(model)
         shapes = {".".join(map(str, path)): v.shape for path, v in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))}
         needed = {name: weight.shape_on_disk(shapes[weight.path]) for weight in table for name in weight.names}
         for name, shape in needed.items():
@@ -232,20 +298,25 @@ def load_adapter(model: Any, folder: pathlib.Path, options: LoraConfig | None = 
                 f"the adapter {folder} holds {unknown[0]}, for which the model has no adapter: give the targets that "
                 "it was trained with"
             )
-        adapters = {path.removesuffix("kernel"): linear.adapter for path, linear in _linears(model) if linear.adapter}
         for weight in table:
-            tensors = [jnp.asarray(file.get_tensor(name)) for name in weight.names]
-            value = jnp.stack(tensors) if weight.stacked else tensors[0]
-            value = jnp.swapaxes(value, -1, -2) if weight.transpose else value
-            prefix, _, part = weight.path.rpartition("adapter.")
-            old = getattr(adapters[prefix], part)
-            setattr(adapters[prefix], part, nnx.LoRAParam(value.astype(old[...].dtype)))
+            variable = _variable(model, weight.path)
+            value = weight.from_disk([file.get_tensor(name) for name in weight.names], variable[...].shape)
+            variable[...] = jnp.asarray(value, variable[...].dtype)
     return found
+
+
+def _modules_to_save(model: Any, names: set[str]) -> list[str]:
+    """Patterns of exactly the parameters of the model that an adapter's file holds whole."""
+    return [
+        f"^{re.escape(weight.path)}$"
+        for weight in family(model.config.model_type).weights(model.config)
+        if any(f"{_PREFIX}{name}" in names for name in weight.names)
+    ]
 
 
 def _targets(model: Any, names: set[str], folder: pathlib.Path) -> list[str]:
     """Patterns of exactly the projections that an adapter's tensors are for."""
-    modules = {_module(name) for name in names}
+    modules = {_module(name) for name in names if ".lora_" in name}
     chosen = []
     for weight in projections(family(model.config.model_type).weights(model.config)):
         own = {name.removesuffix(".weight") for name in weight.names}

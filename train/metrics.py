@@ -64,3 +64,8 @@ def draw_metrics(records: list[dict[str, Any]], path: pathlib.Path, title: str) 
     accuracy_axes.legend(loc="lower right", frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def metric_words(name: str) -> str:
+    """A held-out metric in words: "held-out loss, chats" for held_out_loss/chats."""
+    return name.replace("held_out_", "held-out ", 1).replace("/", ", ", 1)

@@ -22,6 +22,7 @@ from cpjax.shard import IGNORE, Layout, Sharder
 from cpjax.train.answers import count_exact
 from cpjax.train.config import Config
 from cpjax.train.data import Batch, Dataset, Encoder, Record, RecordError, Stream
+from cpjax.train.metrics import metric_words
 from cpjax.train.step import Arrays, merge_model, place_batch, run_model
 from cpjax.train.task import Evaluate, HostBatch, host_batch
 
@@ -126,14 +127,14 @@ class RecordsTask:
         }
         how = f"LoRA of rank {config.lora.rank}" if config.lora.rank else "training its parameters"
         held_out = {name: value for name, value in result.items() if name.startswith("held_out_")}
-        measured = "".join(f"- {name.replace('_', ' ')}: {value:.4f}\n" for name, value in held_out.items())
+        measured = "".join(f"- {metric_words(name)}: {value:.4f}\n" for name, value in held_out.items())
         (folder / "README.md").write_text(f"""---
 {yaml.safe_dump(header, sort_keys=False)}---
 
 # {model_class}, fine-tuned from {config.model.path}
 
 Made by cpjax with {how}: {config.run.steps} steps of {config.run.batch_size} rows (seed {config.run.seed}), every row
-split over {config.mesh.cp} device(s), {config.mesh.layout} layout.
+split over {config.mesh.cp} device(s), {config.mesh.layout} layout. The weights are those of step {result["step"]}.
 
 ## Data
 
@@ -141,7 +142,7 @@ split over {config.mesh.cp} device(s), {config.mesh.layout} layout.
 
 ## Evaluation
 
-{measured or "None: there were no held-out records." + chr(10)}""")
+{measured or "Nothing was measured at this step." + chr(10)}""")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,22 +69,26 @@ def write_card(folder: pathlib.Path, config: Config, result: Mapping[str, Any], 
         "tags": ["vision-language", "context-parallel", "cpjax"],
         "cpjax": {"data": config.to_dict()["data"], "cp": config.mesh.cp},
     }
+    accuracy = "Not measured at this step."
+    if "held_out_accuracy" in result:
+        accuracy = f"""{result["held_out_accuracy"]:.4f} of the answers about held-out documents are right in every
+digit; images in them are not among the training images. By kind of question:
+
+| question | accuracy |
+|---|---|
+""" + "".join(f"| {kind} | {value:.4f} |\n" for kind, value in kinds.items())
     (folder / "README.md").write_text(f"""---
 {yaml.safe_dump(header, sort_keys=False)}---
 
 # {model_class}, {"fine-tuned" if config.model.path else "trained from scratch"} on long documents of handwritten digits
 
 {digits.describe(config.data)} Trained by cpjax for {config.run.steps} steps of {config.run.batch_size} documents
-(seed {config.run.seed}), every document split over {config.mesh.cp} device(s), {config.mesh.layout} layout.
+(seed {config.run.seed}), every document split over {config.mesh.cp} device(s), {config.mesh.layout} layout. The weights
+are those of step {result["step"]}.
 
 ## Accuracy
 
-{result["held_out_accuracy"]:.4f} of the answers about held-out documents are right in every digit; images in them are
-not among the training images. By kind of question:
-
-| question | accuracy |
-|---|---|
-{"".join(f"| {kind} | {value:.4f} |{chr(10)}" for kind, value in kinds.items())}
+{accuracy}
 ## Data
 
 {digits.SOURCE}

@@ -24,6 +24,7 @@ from cpjax.loss import cross_entropy, distillation_loss
 from cpjax.mesh import compiler_options
 from cpjax.models.common.sharding import assemble, cp_axes, cp_specs, tree_shardings
 from cpjax.shard import IGNORE, Sharder
+from cpjax.train.dropout import draw_anew, start_dropout
 from cpjax.train.optimizer import moving_average
 from cpjax.train.patterns import find
 from cpjax.train.precision import LossScale
@@ -235,7 +236,9 @@ def make_train_step(
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Arrays]:
-            own = outputs(merge_model(graphdef, params, frozen), split, batch, **forward)
+            own_model = merge_model(graphdef, params, frozen)
+            start_dropout(own_model, batch, sharder)
+            own = outputs(own_model, split, batch, **forward)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
                 loss, correct = cross_entropy(*own, labels, valid_tokens=valid)
@@ -275,6 +278,7 @@ def make_train_step(
         state: TrainState, batch: Arrays, sharder: Sharder, teacher: Teacher | None = None
     ) -> tuple[TrainState, Arrays]:
         valid = jnp.sum(batch["labels"] != IGNORE)
+        frozen, batch = draw_anew(state.frozen, batch, state.step)
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1)
         split = cp_axes(mesh, state.params | state.frozen)
         teacher_split = cp_axes(mesh, teacher.arrays) if teacher else {}
@@ -291,7 +295,7 @@ def make_train_step(
                 axis_names=manual,
                 check_vma=True,
             )
-        parts, grads = on_ranks(state.params, state.frozen, teacher, batch, valid, scale)
+        parts, grads = on_ranks(state.params, frozen, teacher, batch, valid, scale)
         correct = parts.pop("correct")
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)

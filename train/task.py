@@ -59,7 +59,7 @@ class Task(Protocol):
         """Writes the model card into an export.
 
         Args:
-            result: metrics of the last step.
+            result: metrics of the step that is exported, its number among them.
             model_class: class in transformers.
         """
 

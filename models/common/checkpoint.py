@@ -66,6 +66,12 @@ class Weight:
             own = own.T if self.transpose else own
             yield name, own if self.disk_shape is None else own.reshape(self.disk_shape)
 
+    def from_disk(self, tensors: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+        """The parameter of this shape, from all of its tensors."""
+        own = tuple(shape[1:] if self.stacked else shape)
+        parts = [tensor.reshape(own[::-1]).T if self.transpose else tensor.reshape(own) for tensor in tensors]
+        return np.stack(parts) if self.stacked else parts[0]
+
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a parameter-shaped tree (a module, its state, or dicts of arrays) by dotted path."""

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from cpjax.mesh import make_mesh
 from cpjax.models import from_pretrained, hf_names, save_pretrained, to_hf_names
+from cpjax.models.common import checkpoint
+from cpjax.models.common.sharding import parameter_sharding
 from cpjax.models.qwen3_5 import STREAMS, Config, Qwen3_5, prepare
 from cpjax.shard import Identity, make_batch
 
@@ -119,6 +121,18 @@ def test_parameters_are_placed_on_the_mesh():
     kernel = model.layers.slots[0].mlp.gate_proj.kernel[...]
     assert kernel.shape == (2, 32, 48) and kernel.addressable_shards[0].data.shape == (2, 32, 24)
     assert len(kernel.sharding.device_set) == 4
+
+
+def test_loading_onto_a_mesh_holds_no_more_than_a_device_s_part_of_one_parameter(monkeypatch):
+    """On the host; and right after it, every parameter lies where the training step wants it."""
+    parts, read = [], checkpoint._read
+    monkeypatch.setattr(checkpoint, "_read", lambda *args: parts.append(read(*args)) or parts[-1])
+    mesh = make_mesh(fsdp=2, cp=2)
+    leaves = checkpoint.leaves_by_path(from_pretrained(FOLDER, mesh=mesh, dtype=jnp.float32))
+    for path, leaf in leaves.items():
+        assert leaf.sharding == parameter_sharding(mesh, leaf.shape, path), path
+    largest = max(leaf.addressable_shards[0].data.nbytes for leaf in leaves.values())
+    assert max(part.nbytes for part in parts) == largest <= max(leaf.nbytes for leaf in leaves.values()) / 4
 
 
 def test_names_of_any_parameter_shaped_tree():

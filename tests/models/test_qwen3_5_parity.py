@@ -41,7 +41,7 @@ def test_logits_loss_and_every_gradient(name):
 
 
 @pytest.mark.parametrize("name", ["first", "last", "marks_between", "image_touches_video", "touching"])
-def test_positions_where_images_touch_each_other_or_the_ends(name):
+def test_r40_positions_where_images_touch_each_other_or_the_ends(name):
     case, config = golden("positions"), golden_model().config
     ids = case[f"{name}.ids"].astype(np.int32)
     grids = [tuple(grid) for grid in case[f"{name}.grids"].tolist()]

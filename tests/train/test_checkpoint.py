@@ -1,5 +1,6 @@
 """Checkpoints: other meshes, half-written files, other runs (reports R62 to R65)."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 from cpjax.mesh import make_mesh
-from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
+from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, read_run
 from cpjax.train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
+from cpjax.train.data import RecordsConfig
 from cpjax.train.errors import InputError
 from cpjax.train.optimizer import make_optimizer
 from cpjax.train.step import init_state
+from tests.models.qwen3_5_cases import FOLDER
 
 
 def make_config(out, **run):
@@ -186,6 +189,51 @@ def test_r64_other_arrays_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds float32 of shape .* at frozen/b, but the model .* nothing"):
         checkpoints.restore(renamed, mesh, print)
     checkpoints.close()
+
+
+def test_frozen_parameters_stay_in_the_folder_they_came_from(tmp_path):
+    """A checkpoint does not hold them, and goes with no other folder than that."""
+    mesh, base = make_mesh(), shutil.copytree(FOLDER, tmp_path / "base")
+    config = dataclasses.replace(make_config(tmp_path / "run"), model=ModelConfig(path=str(base)))
+    saved, like = make_state(mesh, seed=3), make_state(mesh)
+    with contextlib.closing(Checkpoints(config)) as checkpoints:
+        checkpoints.save(saved, 3, {"held_out_loss": 2.0}, {"at": 5})
+        checkpoints.wait()
+        restored = checkpoints.read(3, like, mesh)
+        assert checkpoints.data == {"at": 5} and checkpoints.metrics == {"held_out_loss": 2.0}
+        with pytest.raises(InputError, match=r"has no checkpoint of step 4: it has 3$"):
+            checkpoints.read(4, like, mesh)
+    assert_same(restored, dataclasses.replace(saved, frozen=like.frozen))
+    held = (tmp_path / "run" / "checkpoints" / "3" / "state" / "_METADATA").read_text()
+    assert "'frozen', 'b'" not in held and "'params', 'a.kernel'" in held
+
+    moved = dataclasses.replace(config, model=ModelConfig(path=str(shutil.copytree(base, tmp_path / "moved"))))
+    with contextlib.closing(Checkpoints(moved)) as checkpoints:
+        assert_same(checkpoints.restore(like, mesh, print), restored)
+    file = tmp_path / "moved" / "model.safetensors"
+    weights = bytearray(file.read_bytes())
+    weights[-1] ^= 1
+    file.write_bytes(weights)
+    with contextlib.closing(Checkpoints(moved)) as checkpoints:
+        with pytest.raises(InputError, match=r"model.path \S+moved is not the one that checkpoint \S+3 was trained on"):
+            checkpoints.restore(like, mesh, print)
+        everything = dataclasses.replace(like, frozen={})
+        with pytest.raises(InputError, match=r"is not the one"):
+            checkpoints.read(3, everything, mesh)
+    assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
+
+
+def test_files_that_a_run_names_are_found_from_anywhere(tmp_path, monkeypatch):
+    records = RecordsConfig(files=["a.jsonl"], held_out=["x=b.jsonl", "c.json"])
+    config = dataclasses.replace(make_config("run"), model=ModelConfig(path="m"), records=records)
+    monkeypatch.chdir(tmp_path)
+    claim_folder(config)
+    monkeypatch.chdir("/")
+    found = read_run(tmp_path / "run")
+    assert found.model.path == str(tmp_path / "m") and found.records.files == [str(tmp_path / "a.jsonl")]
+    assert found.records.held_out == [f"x={tmp_path / 'b.jsonl'}", str(tmp_path / "c.json")]
+    with pytest.raises(ValueError, match=r"there is no run in \S+ \(config.yaml is missing\)"):
+        read_run(tmp_path)
 
 
 def test_folders(tmp_path):

@@ -7,7 +7,7 @@ from cpjax.mesh import make_mesh
 from cpjax.shard import IGNORE, layout_from_name
 from cpjax.train import digits
 from cpjax.train.config import DataConfig, ModelConfig
-from cpjax.train.evaluate import accuracies, ask, count_right
+from cpjax.train.evaluate import accuracies, ask, count_right, draw_question
 
 DATA = DataConfig()
 
@@ -39,6 +39,19 @@ def test_answers_are_the_digits_in_the_images(split):
         shown = np.flatnonzero(ids == digits.VOCABULARY.index("<image>"))
         captioned = (targets[shown[:-1] + 3] != IGNORE).mean()
         assert captioned == 0 if split == "held_out" else 0.3 < captioned < 0.7
+
+
+def test_a_question_is_shown_with_its_answer_as_the_document_says_it():
+    [document] = digits.documents(DATA, 0, 0, 1, "held_out")
+    for question in document.questions:
+        ids = np.asarray(document.row.input_ids)
+        shown = draw_question(document, question, ids[question.answer]).splitlines()[-1]
+        values = [digits.VOCABULARY[token] for token in ids[question.answer]]
+        if question.kind in ("sum", "sort"):
+            values.insert(len(question.images), "=")
+        assert shown == f"{question.text}: {' '.join(values)} (right)"
+    wrong = draw_question(document, question, ids[question.answer] + 1).splitlines()[-1]
+    assert wrong.endswith(f"(wrong, it is {' '.join(values)})")
 
 
 def test_held_out_questions_are_about_images_far_back_not_asked_about_before():

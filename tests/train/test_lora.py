@@ -17,8 +17,9 @@ from cpjax.mesh import make_mesh
 from cpjax.models import from_pretrained, hf_names
 from cpjax.models.common.layers import Linear
 from cpjax.models.qwen3_5 import STREAMS, prepare
-from cpjax.shard import IGNORE, Identity, make_batch
+from cpjax.shard import IGNORE, Identity, layout_from_name, make_batch, make_sharder
 from cpjax.train.config import LoraConfig
+from cpjax.train.dropout import draw_anew, start_dropout
 from cpjax.train.lora import (
     Adapter,
     add_adapters,
@@ -155,6 +156,75 @@ def test_only_adapters_are_trained_and_named():
         add_adapters(model, LoraConfig(rank=2, targets=["lm_head"]))
 
 
+MERGER = ["norm.weight", "norm.bias", *(f"linear_fc{i}.{part}" for i in (1, 2) for part in ("kernel", "bias"))]
+
+
+def test_modules_trained_whole_are_saved_with_the_adapter_and_merged(tmp_path):
+    """In float32 where the model is bfloat16, and bfloat16 again once merged; under the names of PEFT."""
+    options = LoraConfig(rank=2, targets=["q_proj"], modules_to_save=["embed_tokens", "merger"])
+    model = from_pretrained(FOLDER, dtype=jnp.bfloat16)
+    add_adapters(model, options)
+    _, params, _ = split_model(model)
+    whole = {"embed_tokens", *(f"visual.{name}" for name in MERGER)}
+    assert {name for name in params if ".adapter." not in name} == whole and len(whole) == 7
+    assert {array.dtype for array in params.values()} == {jnp.dtype("float32")}
+    model.embed_tokens = nnx.LoRAParam(model.embed_tokens[...] + 0.01, dtype_before=jnp.bfloat16)
+    save_adapter(model, tmp_path / "adapter", options, str(FOLDER))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == [
+        "model.language_model.embed_tokens",
+        *(f"model.visual.merger.{name}" for name in ("linear_fc1", "linear_fc2", "norm")),
+    ]
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    np.testing.assert_array_equal(
+        tensors["base_model.model.model.language_model.embed_tokens.weight"], model.embed_tokens[...]
+    )
+    assert "base_model.model.model.visual.merger.linear_fc1.bias" in tensors
+    for given in (None, options):
+        again = from_pretrained(FOLDER, dtype=jnp.bfloat16)
+        load_adapter(again, tmp_path / "adapter", given)
+        jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m, nnx.LoRAParam) for m in (model, again)))
+    merge_adapters(again)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(again))} == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(again.embed_tokens[...], model.embed_tokens[...].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"for which the model has no adapter"):
+        load_adapter(from_pretrained(FOLDER), tmp_path / "adapter", LoraConfig(rank=2, targets=["q_proj"]))
+    with pytest.raises(ValueError, match=r"gate_proj.weight is matched by --lora.targets and lies in a module of"):
+        add_adapters(from_pretrained(FOLDER), LoraConfig(rank=2, modules_to_save=["mlp"]))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_dropout_is_that_of_a_mask_and_nothing_is_dropped_in_evaluation(dora):
+    rng = np.random.default_rng(0)
+    options = LoraConfig(rank=2, alpha=3, dora=dora, dropout=0.25)
+    linear = Linear(64, 10, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    linear.adapter = Adapter(linear.kernel[...], options, jax.random.key(0))
+    linear.adapter.b = nnx.LoRAParam(jnp.asarray(rng.normal(size=(2, 10)), jnp.float32))
+    x = jnp.asarray(rng.normal(size=(3, 40, 64)), jnp.float32)
+    evaluated = linear(x)
+    adapter, kernel = linear.adapter, np.asarray(linear.kernel[...])
+    low = 1.5 * np.asarray(adapter.a[...]) @ np.asarray(adapter.b[...])
+    length = np.asarray(adapter.magnitude[...] / adapter.lengths(linear.kernel[...])) if dora else 1
+    np.testing.assert_allclose(evaluated, x @ ((kernel + low) * length), rtol=1e-5, atol=1e-5)
+
+    sharder = make_sharder(40, layout_from_name("zigzag", 1))
+    frozen = {"adapter.seed": adapter.seed[...]}
+    batch = {"input_ids": jnp.zeros((3, 40), jnp.int32)}
+    masks = []
+    for step in (1, 1, 2):
+        seeds, numbered = draw_anew(frozen, batch, step)
+        start_dropout(linear, numbered, sharder)
+        adapter.seed[...] = seeds["adapter.seed"]
+        masks.append(np.asarray(adapter.drop(jnp.ones_like(x), adapter.seed[...], adapter.rate)))
+        dropped = np.asarray(x) * masks[-1]
+        wanted = x @ kernel + dropped @ (kernel * (length - 1) + low * length)
+        np.testing.assert_allclose(linear(x), wanted, rtol=1e-5, atol=1e-4)
+    assert set(np.unique(masks[0]).tolist()) == {0, np.float32(1 / 0.75)}
+    assert abs((masks[0] == 0).mean() - 0.25) < 0.02
+    np.testing.assert_array_equal(masks[0], masks[1])
+    assert not np.array_equal(masks[0], masks[2]) and not np.array_equal(masks[0][0], masks[0][1])
+
+
 def test_r64_adapters_that_do_not_fit(tmp_path):
     def refused(options=None, config=None, change=None):
         folder = tmp_path / "adapter"
@@ -198,21 +268,24 @@ def grid_gradients(remat, cp):
     batch, sharder = small.host_batch(cp)
     valid = int((batch["labels"] != IGNORE).sum())
     base, lora = small.make_model("float64"), small.make_model("float64")
-    add_adapters(lora, LoraConfig(rank=2, targets=["_proj"], dora=True))
+    add_adapters(lora, LoraConfig(rank=2, targets=["_proj"], dora=True, dropout=0.25))
     parts = [split_model(model, small.FREEZE if model is base else ()) for model in (base, lora)]
     for name, array in parts[1][1].items():  # where b is zero, a has no gradient
         if name.endswith(".b"):
             parts[1][1][name] = 0.1 * jax.random.normal(jax.random.key(len(name)), array.shape)
 
     def loss(params, frozen, graphdef):
+        frozen, numbered = draw_anew(frozen, batch, 3)
+
         def local(params, frozen, batch):
             model = merge_model(graphdef, params, frozen)
+            start_dropout(model, batch, sharder)
             hidden = model(batch, sharder, remat=remat)
             labels = sharder.take_local(batch["labels"])
             return jax.lax.psum(cross_entropy(hidden, model.head(), labels, valid_tokens=valid)[0], "cp")
 
         over = jax.shard_map(local, mesh=make_mesh(cp=cp), in_specs=P(), out_specs=P(), axis_names={"cp"})
-        return over(params, frozen, batch)
+        return over(params, frozen, numbered)
 
     def gradients(*arrays):
         return [jax.grad(loss)(*pair, part[0]) for pair, part in zip(arrays, parts, strict=True)]
@@ -225,7 +298,8 @@ def grid_gradients(remat, cp):
 @pytest.mark.parametrize(("corner", "other"), [(("none", 1), ("layer", 1)), (("dots", 2), ("layer", 2)),
                                                (("layer", 1), ("layer", 2))])  # fmt: skip
 def test_r68_gradients_under_recomputation_and_sharding(corner, other):
-    """Full and LoRA alike, in float64; XLA fuses sums differently around recomputation, so the last bits differ."""
+    """Full and LoRA with dropout alike, in float64; XLA fuses sums differently around recomputation, so the last bits
+    differ."""
     with jax.enable_x64(True):
         got, wanted = grid_gradients(*corner)[0], grid_gradients(*other)[0]
     assert sum(".adapter." in name for name in got) == 7 * 3 and len(got) > 30

@@ -70,8 +70,8 @@ def tokens_of(batch, sharder):
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "packed"])
-def test_a_run_resumes_with_the_batches_that_come_next_on_any_mesh(folder, layout):
-    """R62: of the whole stream, none is skipped and none comes twice, over the end of an epoch too."""
+def test_r62_a_run_resumes_with_the_batches_that_come_next_on_any_mesh(folder, layout):
+    """Of the whole stream, none is skipped and none comes twice, over the end of an epoch too."""
     whole = make_task(options(folder, layout=layout))
     batches = [tokens_of(*whole.next_batch()) for _ in range(8)]
     assert len({json.dumps(batch) for batch in batches}) == 8
@@ -182,9 +182,9 @@ def test_broken_records_are_named_and_counted(folder, tmp_path):
 
 def test_the_card_says_what_it_was_trained_on(folder, tmp_path):
     task = make_task(options(folder, **held_out(folder)))
-    task.write_card(tmp_path, {"loss": 1.0, "held_out_loss": 0.5, "held_out_loss/two": 0.25}, "SomeModel")
+    task.write_card(tmp_path, {"step": 3, "loss": 1.0, "held_out_loss": 0.5, "held_out_loss/two": 0.25}, "SomeModel")
     card = (tmp_path / "README.md").read_text()
-    assert card.startswith("---\n") and "train.jsonl" in card and "- held out loss/two: 0.2500" in card
+    assert card.startswith("---\n") and "train.jsonl" in card and "- held-out loss, two: 0.2500" in card
     assert "- loss" not in card
 
 

@@ -19,8 +19,10 @@ from cpjax.train.__main__ import main
 from cpjax.train.config import Config
 from cpjax.train.errors import run_command
 from cpjax.train.evaluate import main as evaluate
+from cpjax.train.export import export
 from cpjax.train.lora import load_adapter, merge_adapters
 from cpjax.train.metrics import read_metrics
+from cpjax.train.replay import replay
 
 TINY = {
     "model": {
@@ -108,9 +110,46 @@ def test_the_export_opens_and_answers(whole, monkeypatch, capsys):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
     monkeypatch.setattr(sys, "argv", ["evaluate", str(out / "export"), "--documents", "1", "--show", "2"])
     assert evaluate() == 0
-    assert "held out accuracy" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(r"^held-out accuracy \d\.\d{4}$", said, re.MULTILINE) and re.search(
+        r"^held-out accuracy, \w+ ", said, re.MULTILINE
+    )
+    for option, value, words in (
+        ("--documents", "0", "at least 1"), ("--show", "-1", "at least 0"), ("--cp", "65", "at least 1, at most 64")
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["evaluate", str(out / "export"), option, value])
+        assert evaluate() == 2
+        assert capsys.readouterr().err == f"error: {option} is {value}: it must be {words}\n"
     card = (out / "export" / "README.md").read_text()
     assert card.startswith("---\n") and "license" in card and "transformers" in card
+
+
+def test_any_checkpoint_is_exported(folder, whole, tmp_path, monkeypatch, capsys):
+    out, _ = whole
+    moved = shutil.copytree(out, tmp_path / "moved")
+    assert export(moved, tmp_path / "last", "last") == 0 == export(moved, tmp_path / "35", "35")
+    files = [folder / "model.safetensors" for folder in (out / "export", tmp_path / "last", tmp_path / "35")]
+    assert files[0].read_bytes() == files[1].read_bytes() != files[2].read_bytes()
+    cards = [(file.parent / "README.md").read_text() for file in files]
+    assert cards[0] == cards[1] and "Not measured at this step" in cards[2]
+    for step, words in (
+        ("best", "has no best checkpoint"),
+        ("7", "it has 35, 40"),
+        ("first", "a number, last or best"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export(moved, tmp_path / "none", step)
+    with pytest.raises(ValueError, match="exists already"):
+        export(moved, tmp_path / "last", "last")
+
+    # At its end a run exports the best one: here that of step 35, after a change of its metrics.
+    metadata = moved / "checkpoints" / "35" / "run" / "metadata"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"metrics": {"held_out_accuracy": 2.0}}))
+    options = ("--run.out", moved, "--run.resume", "true", "--run.keep_best", "held_out_accuracy")
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(folder / "tiny.yaml"), *map(str, options)])
+    assert main() == 0
+    assert f"export      {moved / 'export'}, of step 35, the best by held_out_accuracy" in capsys.readouterr().out
+    assert (moved / "export" / "model.safetensors").read_bytes() == files[2].read_bytes()
 
 
 def test_r62_killed_and_resumed_is_the_same_curve(folder, whole):
@@ -161,12 +200,19 @@ def test_adapters_are_saved_and_merged(folder, whole):
     options = (
         "--model.path", str(base), "--lora.rank", "2", "--lora.merge", "true", "--run.accumulate", "2",
         "--optimizer.ema", "0.5", "--optimizer.warmup", "0", "--run.steps", "4", "--model.remat", "dots",
+        "--lora.dropout", "0.1", "--run.eval_every", "1", "--run.keep_best", "held_out_accuracy",
     )  # fmt: skip
     said = finish(start(folder, out, *options))
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and config["r"] == 2
     assert "which says its sizes itself: --model.hidden_size, --model.layers, --model.heads" in said
     assert f"adapter     {out / 'adapter'}" in said and "in 2 parts" in said and "of them frozen" in said
+    best = max(read_metrics(out / "metrics.jsonl"), key=lambda record: (record["held_out_accuracy"], record["step"]))
+    assert f"export      {out / 'export'}, of step {best['step']}, the best by held_out_accuracy" in said
+    assert f"are those of step {best['step']}" in (out / "export" / "README.md").read_text()
+    assert export(out, out / "best", "best") == 0
+    for file in ("model.safetensors", "README.md"):
+        assert (out / "best" / file).read_bytes() == (out / "export" / file).read_bytes()
     assert re.search("moved       vision tower 0, merger 0, embeddings 0, layers 0.0.*, head 0 ", said)
     model = from_pretrained(base)
     load_adapter(model, out / "adapter")
@@ -192,7 +238,7 @@ def test_a_student_learns_from_a_teacher(folder, whole):
     assert 0 < records[-1]["kl"] < records[0]["kl"]
 
 
-def test_a_run_that_does_not_stay_finite_stops(folder):
+def test_a_run_that_does_not_stay_finite_stops(folder, capsys):
     out = folder / "infinite"
     options = ("--optimizer.lr", "1e30", "--optimizer.warmup", "0", "--run.max_nonfinite", "3")
     said = finish(start(folder, out, *options), code=1)
@@ -204,6 +250,8 @@ def test_a_run_that_does_not_stay_finite_stops(folder):
     with np.load(out / f"nonfinite-{step}.npz") as batch:
         assert batch["input_ids"].shape[0] == 2 and {"labels", "position_ids", "pixel_values"} <= set(batch)
     assert (out / "checkpoints" / str(step)).is_dir() and not (out / "export").exists()
+    assert replay(out / f"nonfinite-{step}.npz") == 0
+    assert re.search(r"^(result: the (final hidden states|loss)|gradient: model.*) ", capsys.readouterr().out)
 
 
 @pytest.fixture

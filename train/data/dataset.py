@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from cpjax.train.data.encode import Encoder
 from cpjax.train.data.files import Records
@@ -93,7 +95,10 @@ class Dataset:
             return None
 
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-            for start in range(0, len(records), _AHEAD):
+            # Packing needs the sizes of all records before the first step; 20,000 short ones take some ten seconds.
+            starts, terminal = range(0, len(records), _AHEAD), Console(stderr=True)
+            hidden = len(starts) == 1 or not terminal.is_terminal
+            for start in track(starts, "looking at records", console=terminal, transient=True, disable=hidden):
                 ahead = range(start, min(start + _AHEAD, len(records)))
                 for index, error in zip(ahead, pool.map(look, ahead), strict=True):  # in the order of the records
                     if error:
