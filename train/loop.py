@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cpjax import __version__
 from cpjax.mesh import make_mesh
+from cpjax.models.common.sharding import check_tp
 from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.shard import layout_from_name
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
@@ -59,7 +60,7 @@ def train(config: Config, devices: str) -> int:
     say = console.print
     run, out = config.run, pathlib.Path(config.run.out)
     check_folder(config)
-    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
+    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
     compute = config.model.dtype if config.model.compute_dtype == "same" else config.model.compute_dtype
     on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
@@ -69,6 +70,7 @@ def train(config: Config, devices: str) -> int:
         )
 
     task = open_task(config, layout)
+    check_tp(task.model_config, config.mesh.tp, "the model")
     model = make_model(config, task.model_config)
     table = weight_table(model)
     name = task.model_config.to_dict().get("architectures", [type(model).__name__])[0]
@@ -113,7 +115,7 @@ def train(config: Config, devices: str) -> int:
         start += f", which says its sizes itself: {', '.join(sizes_given)} are not used"
     say(f"cpjax {__version__}: trains {name} {start}")
     say(f"devices     {devices}")
-    say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp}")
+    say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp} x tp {config.mesh.tp}")
     say(f"sequence    {layout.name} layout, {config.mesh.transport} transport: {sharder.length:,} tokens, "
         f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
     for line in task.describe():

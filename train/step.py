@@ -291,7 +291,8 @@ def make_train_step(
                 axis_names=manual,
                 check_vma=True,
             )
-        parts, grads = on_ranks(state.params, state.frozen, teacher, batch, valid, scale)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            parts, grads = on_ranks(state.params, state.frozen, teacher, batch, valid, scale)
         correct = parts.pop("correct")
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)

@@ -107,7 +107,8 @@ def _split(tiles: jax.Array) -> jax.Array:
     Were features split, loops over tiles, of which each cp rank has a number of its own, would hold collectives that
     not all ranks come to.
     """
-    if not jax.sharding.get_abstract_mesh().auto_axes:
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(mesh.shape[name] == 1 for name in mesh.auto_axes):
         return tiles
     rows, heads = splitting_axes(ROW_AXES, tiles.shape[1]), splitting_axes(HEAD_AXES, tiles.shape[2])
     return jax.lax.with_sharding_constraint(tiles, P(None, rows, heads))

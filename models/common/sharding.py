@@ -21,7 +21,9 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from cpjax.mesh import ROW_AXES, splitting_axes
 
 SMALLEST = 1 << 12
 """Numbers of a layer below which an array is whole on every rank: it costs more to gather than to hold."""
@@ -40,11 +42,12 @@ _HEADS = re.compile(r"(heads|intermediate_size)$")
 """Sizes in a family's configuration that tp splits."""
 
 
-def check_tp(config: Any, tp: int) -> None:
+def check_tp(config: Any, tp: int, model: str) -> None:
     """Whether the projections of a model can be split over tp.
 
     Args:
         config: a family's configuration, a dataclass.
+        model: which one, in words.
 
     Raises:
         ValueError: a number of heads or hidden features that tp does not divide.
@@ -56,14 +59,14 @@ def check_tp(config: Any, tp: int) -> None:
                 check(value, f"{prefix}{name}.")
             elif _HEADS.search(name) and value % tp:
                 raise ValueError(
-                    f"--mesh.tp is {tp}, but the model has {prefix}{name} {value}: every number of heads and hidden "
-                    "features must be a multiple of tp, so lower it and raise fsdp or cp instead"
+                    f"tp is {tp}, but {model} has {prefix}{name} {value}: tp must divide every number of heads and "
+                    "hidden features, so lower it and raise fsdp or cp instead"
                 )
 
     check({name: value for name, value in dataclasses.asdict(config).items() if name != "source"}, "")
 
 
-def parameter_sharding(mesh: Mesh, shape: Sequence[int], name: str = "") -> NamedSharding:
+def parameter_sharding(mesh: Mesh | AbstractMesh, shape: Sequence[int], name: str = "") -> NamedSharding:
     """Where a parameter, or what an optimizer keeps of it, lives.
 
     Over tp the axis of heads or hidden features is split. Over cp the largest axis that it divides is split, but not the
@@ -131,14 +134,41 @@ def assemble(model: nnx.Module, axes: Mapping[str, int]) -> None:
             parts[prefix].append((name[len(prefix) + 1 :], axis - 1))
         else:
             _gather(model, name, axis)
+    _gather_automatic(model, list(stacks))
     for prefix, module in stacks.items():
         module.parts = tuple(parts[prefix])
 
 
-def gather_parts(model: nnx.Module, parts: Sequence[tuple[str, int]]) -> None:
-    """Gathers these parameters of a model."""
-    for name, axis in parts:
-        _gather(model, name, axis)
+def gather_layer(layer: nnx.Module, hidden: jax.Array) -> jax.Array:
+    """Gathers the parameters of one layer, and splits the hidden states [B, ..] that enter it by rows."""
+    for name, axis in layer.parts:
+        _gather(layer, name, axis)
+    _gather_automatic(layer)
+    if _automatic_axes():
+        hidden = lax.with_sharding_constraint(hidden, PartitionSpec(splitting_axes(ROW_AXES, len(hidden))))
+    return hidden
+
+
+def _gather_automatic(model: nnx.Module, stacks: Sequence[str] = ()) -> None:
+    """Gathers the parameters outside of stacks over the automatic axes but tp.
+
+    Else the compiler may gather hidden states instead, and split what is computed of them by features; and it crashes on
+    some look-ups in tables that are split.
+    """
+    if not (automatic := _automatic_axes()):
+        return
+    tp, state = AbstractMesh((automatic.get("tp", 1),), ("tp",)), nnx.state(model)
+    for path, variable in nnx.to_flat_state(state):
+        name, array = ".".join(map(str, ("", *path))), variable.get_value()
+        if not any(name.startswith(f".{prefix}.") for prefix in stacks):
+            variable.set_value(lax.with_sharding_constraint(array, parameter_sharding(tp, array.shape, name).spec))
+    nnx.update(model, state)
+
+
+def _automatic_axes() -> dict[str, int]:
+    """Those of the mesh in context that split something."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
 
 
 def _gather(model: Any, name: str, axis: int) -> None:
