@@ -48,7 +48,8 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """A mesh with axes ("dp", "fsdp", "cp", "tp"), all automatic; `jax.shard_map` makes cp manual where it is needed.
 
-    Neighbouring devices share a layer's products (tp), the next ones a cp ring. Where there are more devices than needed, the first ones are taken.
+    Neighbouring devices share layers (tp), and those next to them form a cp ring. Where there are more devices than
+    needed, the first ones are taken.
 
     Args:
         dp: copies of the parameters, each with its own rows of the batch.

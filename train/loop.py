@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cpjax import __version__
 from cpjax.mesh import make_mesh
-from cpjax.models.common.sharding import check_tp
 from cpjax.models import family, from_pretrained, save_pretrained
+from cpjax.models.common.sharding import check_tp
 from cpjax.shard import layout_from_name
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config

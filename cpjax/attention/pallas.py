@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax

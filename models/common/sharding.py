@@ -69,8 +69,8 @@ def check_tp(config: Any, tp: int, model: str) -> None:
 def parameter_sharding(mesh: Mesh | AbstractMesh, shape: Sequence[int], name: str = "") -> NamedSharding:
     """Where a parameter, or what an optimizer keeps of it, lives.
 
-    Over tp the axis of heads or hidden features is split. Over cp the largest axis that it divides is split, but not the
-    first, which may be that of the layers; over fsdp the largest of the others.
+    Over tp the axis of heads or hidden features is split. Over cp the largest axis that it divides is, but not the first,
+    which may be that of the layers; over fsdp the largest of the others.
 
     Args:
         name: dotted path.
@@ -139,7 +139,7 @@ def assemble(model: nnx.Module, axes: Mapping[str, int]) -> None:
         module.parts = tuple(parts[prefix])
 
 
-def gather_layer(layer: nnx.Module, hidden: jax.Array) -> jax.Array:
+def gather_layer(layer: Any, hidden: jax.Array) -> jax.Array:
     """Gathers the parameters of one layer, and splits the hidden states [B, ..] that enter it by rows."""
     for name, axis in layer.parts:
         _gather(layer, name, axis)
@@ -152,8 +152,8 @@ def gather_layer(layer: nnx.Module, hidden: jax.Array) -> jax.Array:
 def _gather_automatic(model: nnx.Module, stacks: Sequence[str] = ()) -> None:
     """Gathers the parameters outside of stacks over the automatic axes but tp.
 
-    Else the compiler may gather hidden states instead, and split what is computed of them by features; and it crashes on
-    some look-ups in tables that are split.
+    Else the compiler may gather hidden states instead, and split what is computed of them by features; and it crashes
+    on some look-ups in tables that are split.
     """
     if not (automatic := _automatic_axes()):
         return

@@ -71,7 +71,7 @@ class Uncompiled:
 
     def __init__(
         self, fsdp=1, cp=1, dtype="float32", accumulate=1, ema=0.0, compute=None, model=None, freeze=FREEZE,
-        mesh=None, batch=None, transport="ring", **options
+        mesh=None, batch=None, forward=None, **options
     ):  # fmt: skip
         self.mesh = mesh or make_mesh(fsdp=fsdp, cp=cp)
         model = model or make_model(dtype)
@@ -82,7 +82,7 @@ class Uncompiled:
         self.state = init_state(params, frozen, optimizer, self.mesh, average=ema > 0, scaled=compute == "float16")
         self.batch, self.sharder = batch or host_batch(cp)
         self.step = make_train_step(
-            graphdef, optimizer, schedule, self.mesh, accumulate=accumulate, ema=ema, dtype=compute, transport=transport
+            graphdef, optimizer, schedule, self.mesh, accumulate=accumulate, ema=ema, dtype=compute, **forward or {}
         )
 
 
