@@ -69,7 +69,7 @@ def check_tp(config: Any, tp: int, model: str) -> None:
 def parameter_sharding(mesh: Mesh | AbstractMesh, shape: Sequence[int], name: str = "") -> NamedSharding:
     """Where a parameter, or what an optimizer keeps of it, lives.
 
-    Over tp the axis of heads or hidden features is split. Over cp the largest axis that it divides is, but not the first,
+    Over tp the axis of heads or hidden features is split; over cp the largest axis that it divides, but not the first,
     which may be that of the layers; over fsdp the largest of the others.
 
     Args:
