@@ -1,13 +1,14 @@
-"""The device mesh: replicas, sharded replicas and context ranks."""
+"""The device mesh: replicas, sharded replicas, context ranks and tensor-parallel ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType
 
-AXES = ("dp", "fsdp", "cp")
+AXES = ("dp", "fsdp", "cp", "tp")
 
 ROW_AXES = ("dp", "fsdp", "cp")
 """Axes that split the rows of a batch; cp does where it is automatic, as in generation."""
@@ -33,31 +34,43 @@ def device_platform() -> str:
     return device.platform if device is not None else jax.default_backend()
 
 
-def make_mesh(
-    dp: int = 1, fsdp: int = 1, cp: int = 1, *, devices: Sequence[jax.Device] | None = None
-) -> jax.sharding.Mesh:
-    """A mesh with axes ("dp", "fsdp", "cp"), all automatic; `jax.shard_map` makes cp manual where it is needed.
+def splitting_axes(names: Sequence[str], size: int) -> tuple[str, ...]:
+    """Those of these automatic axes of the mesh in context that together divide `size`."""
+    mesh, found = jax.sharding.get_abstract_mesh(), tuple[str, ...]()
+    for name in names:
+        if name in mesh.auto_axes and size % math.prod(mesh.shape[n] for n in (*found, name)) == 0:
+            found = (*found, name)
+    return found
 
-    Neighbouring devices form a cp ring. Where there are more devices than needed, the first ones are taken.
+
+def make_mesh(
+    dp: int = 1, fsdp: int = 1, cp: int = 1, tp: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """A mesh with axes ("dp", "fsdp", "cp", "tp"), all automatic; `jax.shard_map` makes cp manual where it is needed.
+
+    Neighbouring devices share layers (tp), and those next to them form a cp ring. Where there are more devices than
+    needed, the first ones are taken.
 
     Args:
         dp: copies of the parameters, each with its own rows of the batch.
         fsdp: parts that parameters and optimizer state are split into, each with its own rows of the batch.
         cp: parts that every sequence is split into.
+        tp: parts that the heads and the hidden features of every layer are split into, see
+            `cpjax.models.common.sharding`.
         devices: defaults to all of the default backend.
 
     Raises:
-        ValueError: an axis below 1, or fewer devices than dp x fsdp x cp.
+        ValueError: an axis below 1, or fewer devices than dp x fsdp x cp x tp.
     """
-    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp}
+    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"mesh axis {name} is {size}: give a size of at least 1")
-    needed = dp * fsdp * cp
+    needed = dp * fsdp * cp * tp
     devices = jax.devices() if devices is None else devices
     if needed > len(devices):
         raise ValueError(
-            f"a mesh of dp {dp} x fsdp {fsdp} x cp {cp} needs {needed} devices, but there are {len(devices)} "
-            f"({devices[0].platform}): lower one of the three, or start with more devices"
+            f"a mesh of dp {dp} x fsdp {fsdp} x cp {cp} x tp {tp} needs {needed} devices, but there are {len(devices)} "
+            f"({devices[0].platform}): lower one of the four, or start with more devices"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 4, devices=devices[:needed])

@@ -13,7 +13,7 @@ def main() -> int:
     config = parse_config(sys.argv[1:])
     from cpjax.train.devices import set_up_devices
 
-    devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp)
+    devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp * config.mesh.tp)
     from cpjax.train.loop import train
 
     with writing(config.run.out):

@@ -74,7 +74,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Mesh: one device does 1/(dp x fsdp) of the rows and 1/cp of every sequence"""
+    """Mesh: one device does 1/(dp x fsdp) of the rows, 1/cp of every sequence and 1/tp of every layer"""
 
     dp: int = 1
     """Copies of the parameters, in devices; each gets its own rows of the batch."""
@@ -82,6 +82,9 @@ class MeshConfig:
     """Parts that parameters and optimizer state are split into, in devices; each gets its own rows of the batch."""
     cp: int = 4
     """Parts that every sequence is split into, in devices."""
+    tp: int = 1
+    """Parts that the heads and hidden features of every layer are split into, in devices; it must divide their numbers.
+    It sends the most of all: for devices that share a fast link, and models whose layers do not fit otherwise."""
     layout: Literal["zigzag", "contiguous", "striped", "packed"] = "zigzag"
     """Which tokens a device owns: zigzag balances causal attention over a row; packed over every document by itself,
     all in one row, so that dp and fsdp must be 1; striped deals tokens out in turn; contiguous is one run. Under packed
@@ -229,7 +232,7 @@ class Config:
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "run.steps", "run.batch_size", "run.accumulate",
+        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "run.steps", "run.batch_size", "run.accumulate",
                      "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
                      "run.keep"):  # fmt: skip
             self._check(name, self._get(name) >= 1, "at least 1")

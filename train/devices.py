@@ -39,7 +39,7 @@ def set_up_devices(count: int) -> str:
     if available < count:
         raise ValueError(
             f"the mesh needs {count} devices, but {seen} and there can be {available} virtual CPU devices here: "
-            "lower --mesh.dp, --mesh.fsdp or --mesh.cp"
+            "lower --mesh.dp, --mesh.fsdp, --mesh.cp or --mesh.tp"
         )
     return f"{count} virtual CPU devices on {os.cpu_count()} cores, because {seen} and the mesh needs {count}"
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from cpjax.models import family, from_pretrained
 from cpjax.models.common.checkpoint import CONFIG, read_json
-from cpjax.models.common.sharding import tree_shardings
+from cpjax.models.common.sharding import check_tp, tree_shardings
 from cpjax.train.config import Config
 from cpjax.train.data.encode import read_tokenizer
 from cpjax.train.step import Teacher, split_model
@@ -34,7 +34,8 @@ def load_teacher(config: Config, student: Any, mesh: Mesh) -> Teacher:
     """
     folder = config.distill.teacher
     source = read_json(pathlib.Path(folder) / CONFIG)
-    own, wanted = _fields(family(str(source.get("model_type"))).Config.from_dict(source)), _fields(student)
+    own_config = family(str(source.get("model_type"))).Config.from_dict(source)
+    own, wanted = _fields(own_config), _fields(student)
     for name in sorted(own.keys() | wanted.keys()):
         if own.get(name) != wanted.get(name):
             raise ValueError(
@@ -43,6 +44,7 @@ def load_teacher(config: Config, student: Any, mesh: Mesh) -> Teacher:
             )
     if config.model.path:
         _check_tokenizers(pathlib.Path(folder), pathlib.Path(config.model.path))
+    check_tp(own_config, config.mesh.tp, f"--distill.teacher {folder}")
     model = from_pretrained(folder, mesh=mesh)
     dtype = model.embed_tokens[...].dtype.name
     on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport

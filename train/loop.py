@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cpjax import __version__
 from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained, save_pretrained
+from cpjax.models.common.sharding import check_tp
 from cpjax.shard import layout_from_name
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, shapes_of
 from cpjax.train.config import Config
@@ -62,7 +63,7 @@ def train(config: Config, devices: str) -> int:
     say = console.print
     run, out = config.run, pathlib.Path(config.run.out)
     check_folder(config)
-    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
+    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
     compute = config.model.computes_in
     on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
@@ -72,6 +73,7 @@ def train(config: Config, devices: str) -> int:
         )
 
     task = open_task(config, layout)
+    check_tp(task.model_config, config.mesh.tp, "the model")
     graphdef, state, optimizer, names = prepare(config, task.model_config, mesh)
     teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
     name = class_name(task.model_config)
@@ -110,7 +112,7 @@ def train(config: Config, devices: str) -> int:
         start += f", which says its sizes itself: {', '.join(sizes_given)} are not used"
     say(f"cpjax {__version__}: trains {name} {start}")
     say(f"devices     {devices}")
-    say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp}")
+    say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp} x tp {config.mesh.tp}")
     say(f"sequence    {layout.name} layout, {config.mesh.transport} transport: {sharder.length:,} tokens, "
         f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
     for line in task.describe():

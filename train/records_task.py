@@ -211,9 +211,9 @@ def make_loss_step(
             hidden = model(batch, sharder, **forward)
             labels = sharder.take_local(batch["labels"])
             loss, _ = cross_entropy(hidden, model.head().astype(hidden.dtype), labels, valid_tokens=1)
-            return jax.lax.psum(loss, "cp")
+            return loss[None]
 
-        loss = run_model(total, graphdef, mesh, params, frozen, batch, out_specs=P())
+        loss = run_model(total, graphdef, mesh, params, frozen, batch, out_specs=P("cp")).sum()
         valid = jnp.sum(batch["labels"] != IGNORE)  # before anything is sharded
         return jnp.stack([loss, valid])
 

@@ -2,7 +2,7 @@
 
 Loss and gradients run in one `jax.shard_map` that is manual over cp only. Parameters enter it whole; each rank takes
 the gradient of the loss of all ranks with respect to its own copy of them, one microbatch after another, and the sums
-are added over the ranks once, at the end. dp and fsdp are left to the compiler.
+are added over the ranks once, at the end. dp, fsdp and tp are left to the compiler.
 """
 
 from __future__ import annotations
@@ -295,7 +295,8 @@ def make_train_step(
                 axis_names=manual,
                 check_vma=True,
             )
-        parts, grads = on_ranks(state.params, frozen, teacher, batch, valid, scale)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            parts, grads = on_ranks(state.params, frozen, teacher, batch, valid, scale)
         correct = parts.pop("correct")
         if state.loss_scale:
             grads = jax.tree.map(lambda grad: grad / scale, grads)
@@ -346,15 +347,18 @@ def run_model(
         assemble(model, split)
         return function(model, batch)
 
-    over_cp = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(cp_specs(params, split), cp_specs(frozen, split), P()),
-        out_specs=out_specs,
-        axis_names={"cp"},
-        check_vma=True,
-    )
-    return over_cp(params, frozen, batch)
+    over_cp = local
+    if mesh.shape["cp"] > 1:
+        over_cp = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(cp_specs(params, split), cp_specs(frozen, split), P()),
+            out_specs=out_specs,
+            axis_names={"cp"},
+            check_vma=True,
+        )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return over_cp(params, frozen, batch)
 
 
 def make_eval_step(

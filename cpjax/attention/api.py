@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import blockwise, pallas
 from cpjax.attention import transport as transports
@@ -17,7 +18,7 @@ from cpjax.attention.blockwise import Rule, accumulation_dtype
 from cpjax.attention.mask import Mask, check_mask, streams_of
 from cpjax.attention.plan import plan_transport
 from cpjax.attention.tiles import Tiling
-from cpjax.mesh import device_platform
+from cpjax.mesh import HEAD_AXES, ROW_AXES, device_platform, splitting_axes
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 
@@ -96,11 +97,24 @@ def attention(
     streams = transports.place_streams(q_streams, k_streams, sharder, setup)
     if sinks is not None:
         sinks = sinks.reshape(kv.shape[2], -1)
-    tiles = tiling.queries(q, kv.shape[2]), tiling.keys(kv)
-    output = tiling.from_queries(transports.attend(setup, *tiles, sinks, sharder, *streams, slices))
+    tiles = _split(tiling.queries(q, kv.shape[2])), _split(tiling.keys(kv))
+    output = tiling.from_queries(_split(transports.attend(setup, *tiles, sinks, sharder, *streams, slices)))
     if plan.members > 1:
         output = transports.to_tokens(output, sharder, plan.members)
     return output[..., :v_width]
+
+
+def _split(tiles: jax.Array) -> jax.Array:
+    """Tiles [n, B, K, ..], rows and heads split over the automatic axes of the mesh for them, and nothing else.
+
+    Were features split, loops over tiles, of which each cp rank has a number of its own, would hold collectives that
+    not all ranks come to.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(mesh.shape[name] == 1 for name in mesh.auto_axes):
+        return tiles
+    rows, heads = splitting_axes(ROW_AXES, tiles.shape[1]), splitting_axes(HEAD_AXES, tiles.shape[2])
+    return jax.lax.with_sharding_constraint(tiles, P(None, rows, heads))
 
 
 def _choose_kernel(kernel: str, q: jax.Array, v: jax.Array) -> ModuleType:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from cpjax.models.common.sharding import gather_parts
+from cpjax.models.common.sharding import gather_layer
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -152,8 +152,7 @@ def scan_layers(layers: Any, hidden: jax.Array, *args: Any, remat: Remat = "laye
 
     def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, None]:
         layer = nnx.merge(graph, params)
-        gather_parts(layer, layers.parts)
-        return layer(hidden, *args), None
+        return layer(gather_layer(layer, hidden), *args), None
 
     if remat != "none":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None

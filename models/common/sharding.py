@@ -1,12 +1,18 @@
 """Where parameters live, and how the parts come together where they are used.
 
-Every large array is split over the mesh axes fsdp and cp. The axis fsdp is the compiler's business; the axis cp is
-manual in a model's forward pass, so `assemble` gathers there: layer by layer in a stack of layers, whose gradients are
-then added and split over the ranks layer by layer as well, and at once outside of stacks.
+Every large array is split over the mesh axes fsdp and cp, projections over tp as well. The axes fsdp and tp are the
+compiler's business; the axis cp is manual in a model's forward pass, so `assemble` gathers there: layer by layer in a
+stack of layers, whose gradients are then added and split over the ranks layer by layer as well, and at once outside of
+stacks.
+
+Over tp, what leads into heads and hidden features is split by its outputs, and what leads out of them by its inputs, so
+that each rank computes some heads and features, and the ranks' sums are added (arXiv 1909.08053). Token embeddings,
+head, norms and biases are not split over it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +21,9 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from cpjax.mesh import ROW_AXES, splitting_axes
 
 SMALLEST = 1 << 12
 """Numbers of a layer below which an array is whole on every rank: it costs more to gather than to hold."""
@@ -24,11 +32,45 @@ _TABLES = re.compile(r"(embed_tokens|pos_embed)$")
 """Tables to look things up in are split by columns: XLA's partitioner crashes on some other look-ups."""
 
 
-def parameter_sharding(mesh: Mesh, shape: Sequence[int], name: str = "") -> NamedSharding:
+_COLUMNS = re.compile(r"(\.[qkv]_proj|\.qkv|\.gate_proj|\.up_proj|\.in_proj_\w+|\.linear_fc1)\.(kernel|adapter\.b)$")
+"""Matrices of a layer whose outputs are heads or hidden features."""
+
+_ROWS = re.compile(r"(\.o_proj|\.out_proj|\.proj|\.down_proj|\.linear_fc2)\.(kernel|adapter\.a)$")
+"""Matrices of a layer whose inputs are heads or hidden features."""
+
+_HEADS = re.compile(r"(heads|intermediate_size)$")
+"""Sizes in a family's configuration that tp splits."""
+
+
+def check_tp(config: Any, tp: int, model: str) -> None:
+    """Whether the projections of a model can be split over tp.
+
+    Args:
+        config: a family's configuration, a dataclass.
+        model: which one, in words.
+
+    Raises:
+        ValueError: a number of heads or hidden features that tp does not divide.
+    """
+
+    def check(values: Mapping[str, Any], prefix: str) -> None:
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                check(value, f"{prefix}{name}.")
+            elif _HEADS.search(name) and value % tp:
+                raise ValueError(
+                    f"tp is {tp}, but {model} has {prefix}{name} {value}: tp must divide every number of heads and "
+                    "hidden features, so lower it and raise fsdp or cp instead"
+                )
+
+    check({name: value for name, value in dataclasses.asdict(config).items() if name != "source"}, "")
+
+
+def parameter_sharding(mesh: Mesh | AbstractMesh, shape: Sequence[int], name: str = "") -> NamedSharding:
     """Where a parameter, or what an optimizer keeps of it, lives.
 
-    Over cp the largest axis that it divides is split, but not the first, which may be that of the layers; over fsdp the
-    largest of the others.
+    Over tp the axis of heads or hidden features is split; over cp the largest axis that it divides, but not the first,
+    which may be that of the layers; over fsdp the largest of the others.
 
     Args:
         name: dotted path.
@@ -41,12 +83,16 @@ def parameter_sharding(mesh: Mesh, shape: Sequence[int], name: str = "") -> Name
         axes = [axis for axis in axes if left[axis] >= size and left[axis] % size == 0]
         if size > 1 and axes:
             axis = max(axes, key=lambda axis: (not spec[axis], left[axis]))
-            spec[axis] += (axis_name,)
+            spec[axis] = (axis_name, *spec[axis]) if axis_name == "cp" else (*spec[axis], axis_name)
             left[axis] //= size
 
     table = _TABLES.search(name)
+    if _COLUMNS.search(name):
+        split("tp", range(len(shape) - 1, len(shape)))
+    elif _ROWS.search(name):
+        split("tp", range(len(shape) - 2, len(shape) - 1))
     if len(shape) > 1 and math.prod(shape[1:] if len(shape) > 2 else shape) >= SMALLEST:
-        split("cp", range(1, len(shape)))  # first, as the outermost of those that share an axis: cp is manual
+        split("cp", range(1, len(shape)))  # the outermost of those that share an axis: cp is manual
     split("fsdp", range(1 if table else 0, len(shape)))
     return NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
 
@@ -88,14 +134,41 @@ def assemble(model: nnx.Module, axes: Mapping[str, int]) -> None:
             parts[prefix].append((name[len(prefix) + 1 :], axis - 1))
         else:
             _gather(model, name, axis)
+    _gather_automatic(model, list(stacks))
     for prefix, module in stacks.items():
         module.parts = tuple(parts[prefix])
 
 
-def gather_parts(model: nnx.Module, parts: Sequence[tuple[str, int]]) -> None:
-    """Gathers these parameters of a model."""
-    for name, axis in parts:
-        _gather(model, name, axis)
+def gather_layer(layer: Any, hidden: jax.Array) -> jax.Array:
+    """Gathers the parameters of one layer, and splits the hidden states [B, ..] that enter it by rows."""
+    for name, axis in layer.parts:
+        _gather(layer, name, axis)
+    _gather_automatic(layer)
+    if _automatic_axes():
+        hidden = lax.with_sharding_constraint(hidden, PartitionSpec(splitting_axes(ROW_AXES, len(hidden))))
+    return hidden
+
+
+def _gather_automatic(model: nnx.Module, stacks: Sequence[str] = ()) -> None:
+    """Gathers the parameters outside of stacks over the automatic axes but tp.
+
+    Else the compiler may gather hidden states instead, and split what is computed of them by features; and it crashes
+    on some look-ups in tables that are split.
+    """
+    if not (automatic := _automatic_axes()):
+        return
+    tp, state = AbstractMesh((automatic.get("tp", 1),), ("tp",)), nnx.state(model)
+    for path, variable in nnx.to_flat_state(state):
+        name, array = ".".join(map(str, ("", *path))), variable.get_value()
+        if not any(name.startswith(f".{prefix}.") for prefix in stacks):
+            variable.set_value(lax.with_sharding_constraint(array, parameter_sharding(tp, array.shape, name).spec))
+    nnx.update(model, state)
+
+
+def _automatic_axes() -> dict[str, int]:
+    """Those of the mesh in context that split something."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}
 
 
 def _gather(model: Any, name: str, axis: int) -> None:

@@ -70,18 +70,19 @@ class Uncompiled:
     """A step on a mesh, its state, and the batch for it."""
 
     def __init__(
-        self, fsdp=1, cp=1, dtype="float32", accumulate=1, ema=0.0, compute=None, model=None, freeze=FREEZE, **options
+        self, fsdp=1, cp=1, dtype="float32", accumulate=1, ema=0.0, compute=None, model=None, freeze=FREEZE,
+        mesh=None, batch=None, forward=None, **options
     ):  # fmt: skip
-        self.mesh = make_mesh(fsdp=fsdp, cp=cp)
+        self.mesh = mesh or make_mesh(fsdp=fsdp, cp=cp)
         model = model or make_model(dtype)
         table = weight_table(model)
         graphdef, params, frozen = split_model(model, freeze, {weight.path: weight.names for weight in table})
         options = OptimizerConfig(**{"lr": 0.1, "schedule": "constant", "warmup": 0, "clip": 0.0, **options})
         optimizer, schedule = make_optimizer(options, table, params), make_schedule(options, 10)
         self.state = init_state(params, frozen, optimizer, self.mesh, average=ema > 0, scaled=compute == "float16")
-        self.batch, self.sharder = host_batch(cp)
+        self.batch, self.sharder = batch or host_batch(cp)
         self.step = make_train_step(
-            graphdef, optimizer, schedule, self.mesh, accumulate=accumulate, ema=ema, dtype=compute
+            graphdef, optimizer, schedule, self.mesh, accumulate=accumulate, ema=ema, dtype=compute, **forward or {}
         )
 
 

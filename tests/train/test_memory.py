@@ -32,13 +32,23 @@ CONFIG = dataclasses.replace(
 )  # fmt: skip
 
 
+def abstract_model():
+    return split_model(nnx.eval_shape(lambda: Model(CONFIG, rngs=nnx.Rngs(0))))
+
+
+def abstract_state():
+    _, params, frozen = abstract_model()
+    optimizer = make_optimizer(OptimizerConfig(), weights(CONFIG), params)
+    return jax.eval_shape(lambda p, f: init_state(p, f, optimizer, make_mesh()), params, frozen)
+
+
 def compiled(**sizes):
     """The step on a mesh of these sizes; nothing is computed."""
     mesh = make_mesh(**sizes)
-    graphdef, params, frozen = split_model(nnx.eval_shape(lambda: Model(CONFIG, rngs=nnx.Rngs(0))))
+    graphdef, params, _ = abstract_model()
     options = OptimizerConfig()
     schedule, optimizer = make_schedule(options, steps=10), make_optimizer(options, weights(CONFIG), params)
-    state = jax.eval_shape(lambda p, f: init_state(p, f, optimizer, make_mesh()), params, frozen)
+    state = abstract_state()
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, tree_shardings(mesh, state)
     )
@@ -63,6 +73,17 @@ def test_parameters_and_optimizer_state_fall_as_one_over_fsdp_times_cp(programs)
     whole, part = (program.memory_analysis().argument_size_in_bytes for program in programs)
     assert whole > 3 * 4 * LAYERS * 3 * WIDTH * 256  # parameters and two moments
     assert part < 1.1 * whole / 8
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2, "tp": 4}, {"fsdp": 2, "cp": 2, "tp": 2}], ids=str)
+def test_they_fall_as_one_over_fsdp_times_cp_times_tp(sizes):
+    """But for the token embeddings, the head, and the biases, which tp does not split."""
+    mesh, state = make_mesh(**sizes), abstract_state()
+    parts = jax.tree.map(lambda x, s: np.prod(s.shard_shape(x.shape)), state, tree_shardings(mesh, state))
+    whole = jax.tree.map(lambda x: x.size, state)
+    assert sum(jax.tree.leaves(parts)) < 1.1 * sum(jax.tree.leaves(whole)) / 8
+    projections = [name for name in whole.params if name.startswith("layers.") and name.endswith("_proj.kernel")]
+    assert len(projections) == 11 and all(whole.params[name] == 8 * parts.params[name] for name in projections)
 
 
 def test_temporaries_fall_with_rows_and_tokens(programs):

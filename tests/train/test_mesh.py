@@ -7,11 +7,15 @@ import jax
 import pytest
 
 from cpjax.mesh import make_mesh
+from cpjax.models.common.sharding import check_tp, parameter_sharding
+
+from . import small
 
 
 def test_axes():
-    mesh = make_mesh(dp=2, fsdp=2, cp=2)
-    assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "cp": 2}
+    mesh = make_mesh(dp=2, cp=2, tp=2)
+    assert dict(mesh.shape) == {"dp": 2, "fsdp": 1, "cp": 2, "tp": 2}
+    assert [device.id for device in mesh.devices[0, 0, 1]] == [2, 3]  # neighbours share a layer
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert make_mesh(cp=4).size == 4  # of eight
 
@@ -19,8 +23,32 @@ def test_axes():
 def test_too_few_devices():
     with pytest.raises(ValueError, match=r"needs 12 devices, but there are 8 \(cpu\)"):
         make_mesh(dp=3, cp=4)
+    with pytest.raises(ValueError, match=r"dp 1 x fsdp 1 x cp 4 x tp 4 needs 16 devices"):
+        make_mesh(cp=4, tp=4)
     with pytest.raises(ValueError, match="axis cp is 0"):
         make_mesh(cp=0)
+
+
+def test_what_tp_splits():
+    mesh = make_mesh(cp=2, tp=2)
+    for name, shape, spec in [
+        ("layers.slots.0.mixer.q_proj.kernel", (3, 64, 128), (None, "cp", "tp")),
+        ("layers.slots.0.mixer.in_proj_qkv.kernel", (3, 64, 128), (None, "cp", "tp")),
+        ("layers.slots.0.mlp.down_proj.kernel", (3, 128, 64), (None, "tp", "cp")),
+        ("layers.slots.0.mlp.down_proj.adapter.a", (3, 128, 4), (None, "tp", None)),
+        ("layers.slots.0.mlp.down_proj.adapter.b", (3, 4, 64), (None, None, None)),
+        ("visual.blocks.attn.qkv.adapter.b", (3, 4, 64), (None, None, "tp")),
+        ("visual.linear_fc1.bias", (64,), (None,)),
+        ("embed_tokens", (320, 64), (None, "cp")),
+        ("lm_head.kernel", (64, 320), (None, "cp")),
+    ]:
+        assert parameter_sharding(mesh, shape, name).spec == jax.sharding.PartitionSpec(*spec), name
+
+
+def test_sizes_that_tp_does_not_divide():
+    check_tp(small.MODEL, 1, "the model")
+    with pytest.raises(ValueError, match=r"tp is 2, but the model has text.num_key_value_heads 1: tp must divide"):
+        check_tp(small.MODEL, 2, "the model")
 
 
 @pytest.mark.parametrize(("flag", "devices"), [("", 4), ("--xla_force_host_platform_device_count=6", 6)])
