@@ -40,8 +40,8 @@ def export(run: pathlib.Path, out: pathlib.Path, step: str) -> int:
     if out.exists():
         raise ValueError(f"{out} exists already: name another folder for the model")
     config = read_run(run)
-    set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp)
-    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
+    set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp * config.mesh.tp)
+    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp)
     task = open_task(config, layout_from_name(config.mesh.layout, config.mesh.cp))
     graphdef, state, _, _ = prepare(config, task.model_config, mesh)
     with contextlib.closing(Checkpoints(config)) as checkpoints:

@@ -105,7 +105,7 @@ def attention(
 
 
 def _split(tiles: jax.Array) -> jax.Array:
-    """Tiles [n, B, K, ..], rows and heads split over the automatic axes of the mesh for them, and nothing else.
+    """Tiles [n, B, K, ..], rows and heads split over the automatic axes for them (or as XLA likes), and nothing else.
 
     Were features split, loops over tiles, of which each cp rank has a number of its own, would hold collectives that
     not all ranks come to.
@@ -114,7 +114,7 @@ def _split(tiles: jax.Array) -> jax.Array:
     if all(mesh.shape[name] == 1 for name in mesh.auto_axes):
         return tiles
     rows, heads = splitting_axes(ROW_AXES, tiles.shape[1]), splitting_axes(HEAD_AXES, tiles.shape[2])
-    return jax.lax.with_sharding_constraint(tiles, P(None, rows, heads))
+    return jax.lax.with_sharding_constraint(tiles, P(None, rows or P.UNCONSTRAINED, heads or P.UNCONSTRAINED))
 
 
 def _choose_kernel(kernel: str, q: jax.Array, v: jax.Array) -> ModuleType:
