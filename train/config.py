@@ -199,6 +199,31 @@ class RunConfig:
     keep_best: str = ""
     """Held-out metric, for instance held_out_accuracy: the checkpoint in which it is best (a loss: least) is kept too,
     and one is also saved whenever it is better than before; empty: none is."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, into the folder tensorboard of the output folder."""
+    wandb: str = ""
+    """Project in wandb that also gets the metrics; empty: none."""
+    profile: str = ""
+    """Steps that jax.profiler traces into the folder profile of the output folder: N, that many after the first one,
+    which compiles, or FIRST:LAST; empty: none."""
+
+    def profiled(self, taken: int) -> range:
+        """The steps to trace in a run that has taken some.
+
+        Raises:
+            ValueError: it is not written so, or lies outside of the run.
+        """
+        if not self.profile:
+            return range(0)
+        first, _, last = self.profile.rpartition(":")
+        if not (last.isdigit() and (first or "1").isdigit()):
+            raise ValueError(f"--run.profile is {self.profile}: it must be a number of steps, or FIRST:LAST")
+        steps = range(int(first), int(last) + 1) if first else range(taken + 2, taken + 2 + int(last))
+        if not steps or steps[0] < 1 or (first and steps[-1] > self.steps):
+            raise ValueError(
+                f"--run.profile is {self.profile}: it must be at least one of the steps 1 to {self.steps} of the run"
+            )
+        return steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +269,7 @@ class Config:
             self.run.batch_size % rows == 0,
             f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {rows}",
         )
+        self.run.profiled(0)
         if self.records.files and not self.model.path:
             raise ValueError(
                 f"--records.files is {self.records.files}: records need --model.path, a model with its tokenizer"

@@ -2,6 +2,7 @@
 
 from cpjax.models.qwen3_5.config import Config, TextConfig, VisionConfig
 from cpjax.models.qwen3_5.decode import decode, prefill
+from cpjax.models.qwen3_5.flops import forward_flops
 from cpjax.models.qwen3_5.model import Qwen3_5
 from cpjax.models.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
 from cpjax.models.qwen3_5.processing import MediaPlan, Processor
@@ -11,5 +12,5 @@ Model = Qwen3_5
 
 __all__ = [
     "DROPPED", "STREAMS", "Config", "Media", "MediaPlan", "Model", "Processor", "Qwen3_5", "Row", "TextConfig",
-    "VisionConfig", "decode", "patchify", "prefill", "prepare", "weights",
+    "VisionConfig", "decode", "forward_flops", "patchify", "prefill", "prepare", "weights",
 ]  # fmt: skip
