@@ -25,7 +25,7 @@ from cpjax.train.errors import InputError
 from cpjax.train.step import TrainState
 
 FREE = {
-    "mesh", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
+    "mesh", "plan", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
     "run.eval_every", "run.eval_batches", "run.save_every", "run.keep", "run.keep_best", "run.tensorboard", "run.wandb",
     "run.profile", "records.workers", "records.held_out", "records.answers", "records.max_new_tokens",
 }  # fmt: skip

@@ -10,15 +10,13 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from cpjax.models import family
-from cpjax.models.common.checkpoint import CONFIG, read_json
 from cpjax.shard import Layout
 from cpjax.train import digits
 from cpjax.train.config import Config
 from cpjax.train.evaluate import digits_batch, held_out_accuracies, held_out_documents
 from cpjax.train.report import write_card
 from cpjax.train.step import Arrays, make_eval_step
-from cpjax.train.task import Evaluate, HostBatch
+from cpjax.train.task import Evaluate, HostBatch, read_model_config
 
 
 class DigitsTask:
@@ -28,10 +26,7 @@ class DigitsTask:
 
     def __init__(self, config: Config, layout: Layout):
         self._config, self._layout, self._step = config, layout, 0
-        self.model_config = digits.model_config(config.model)
-        if config.model.path:
-            source = read_json(pathlib.Path(config.model.path) / CONFIG)
-            self.model_config = family(str(source.get("model_type"))).Config.from_dict(source)
+        self.model_config = read_model_config(config)
         self._held_out = held_out_documents(config.data, config.run.eval_batches, config.run.batch_size)
 
     def describe(self) -> list[str]:

@@ -63,8 +63,7 @@ def train(config: Config, devices: str) -> int:
     check_packages(run)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
-    compute = config.model.dtype if config.model.compute_dtype == "same" else config.model.compute_dtype
-    on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
+    compute, on_cpu, transport = config.model.compute, mesh.devices.flat[0].platform == "cpu", config.mesh.transport
     if on_cpu and compute == "bfloat16" and config.mesh.cp > 1 and transport != "ring":
         raise ValueError(
             f"bfloat16 with --mesh.transport {transport} crashes XLA's compiler for CPUs: use ring, float32, or GPUs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,25 +29,30 @@ def peak_flops(kind: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if set(name.split()) <= set(words)), None)
 
 
-class Speed:
-    """What the record of a step says about time and memory.
+def step_flops(model_config: Any, batch: Mapping[str, np.ndarray], trained: float, teacher_config: Any = None) -> float:
+    """Operations that a training step on this host batch needs, recomputation not counted.
 
-    MFU is the share of the devices' 16-bit peak that goes into what the model needs, recomputation not counted: twice
-    the forward pass, and once more as far as its parameters are trained; a teacher's forward pass.
+    Twice the forward pass, and once more as far as its parameters are trained; and a teacher's forward pass.
+
+    Args:
+        trained: share of the parameters that get a gradient.
+    """
+    needed = (2 + trained) * family(model_config.model_type).forward_flops(model_config, batch)
+    if teacher_config:
+        needed += family(teacher_config.model_type).forward_flops(teacher_config, batch)
+    return needed
+
+
+class Speed:
+    """What the record of a step says about time and memory; the arguments but for the mesh are those of `step_flops`.
+
+    MFU is the share of the devices' 16-bit peak that goes into what the model needs.
     """
 
     def __init__(self, mesh: Mesh, model_config: Any, trained: float, teacher_config: Any = None):
-        """`trained`: share of the parameters that get a gradient."""
-        self._count, self._local, self._trained = mesh.size, mesh.local_devices, trained
-        self._model, self._teacher = model_config, teacher_config
+        self._count, self._local = mesh.size, mesh.local_devices
+        self._flops = functools.partial(step_flops, model_config, trained=trained, teacher_config=teacher_config)
         self._peak = peak_flops(self._local[0].device_kind)
-
-    def flops(self, batch: Mapping[str, np.ndarray]) -> float:
-        """Operations of a training step on this host batch."""
-        needed = (2 + self._trained) * family(self._model.model_type).forward_flops(self._model, batch)
-        if self._teacher:
-            needed += family(self._teacher.model_type).forward_flops(self._teacher, batch)
-        return needed
 
     def record(self, batch: Mapping[str, np.ndarray], tokens: float, seconds: float) -> dict[str, float]:
         """tokens_per_second, that per device, mfu and memory_bytes (most that a device has held), where known."""
@@ -56,7 +62,7 @@ class Speed:
             "tokens_per_second_per_device": round(tokens / seconds / self._count, 1),
         }
         if self._peak:
-            found["mfu"] = round(self.flops(batch) / seconds / (self._count * self._peak), 4)
+            found["mfu"] = round(self._flops(batch) / seconds / (self._count * self._peak), 4)
         if peaks := [stats["peak_bytes_in_use"] for stats in memory if "peak_bytes_in_use" in stats]:
             found["memory_bytes"] = max(peaks)
         return found

@@ -13,7 +13,7 @@ from cpjax.models.qwen3_5 import Model, Row, forward_flops, patchify, prepare
 from cpjax.train.config import Config, RunConfig, parse_config
 from cpjax.train.logs import Logs, Trace, check_packages
 from cpjax.train.metrics import read_metrics
-from cpjax.train.progress import Speed, describe, peak_flops
+from cpjax.train.progress import Speed, describe, peak_flops, step_flops
 from tests.train.test_step import MODEL
 
 RECORD = {"step": 1, "loss": 0.5, "accuracy": 0.25, "grad_norm": 2.0, "lr": 1e-3, "tokens_per_second": 800.0,
@@ -61,7 +61,7 @@ def test_speed_is_relative_to_the_peak_of_all_devices():
     record = speed.record(batch, 14.0, seconds)
     assert record["mfu"] == 0.25 and record["memory_bytes"] == 9
     assert record["tokens_per_second"] == pytest.approx(2 * record["tokens_per_second_per_device"], rel=1e-3)
-    assert Speed(gpus, MODEL, 0.0, MODEL).flops(batch) == speed.flops(batch)  # frozen, and a teacher beside it
+    assert step_flops(MODEL, batch, 0.0, MODEL) == step_flops(MODEL, batch, 1.0)  # frozen, and a teacher beside it
     assert set(Speed(mesh(device("cpu")), MODEL, 1.0).record(batch, 14.0, 1.0)) == {
         "tokens_per_second", "tokens_per_second_per_device"
     }  # fmt: skip
