@@ -269,10 +269,14 @@ def _call(kernel: Callable[..., None], operands: Any, parts: Any, out: Any, out_
 
 
 def _splitting(names: Sequence[str], size: int) -> tuple[str, ...]:
-    """Those of the automatic mesh axes that together divide `size`."""
+    """Those of the automatic mesh axes, of more than one device, that together divide `size`."""
     mesh, found = jax.sharding.get_abstract_mesh(), tuple[str, ...]()
     for name in names:
-        if name in mesh.auto_axes and size % math.prod(mesh.shape[n] for n in (*found, name)) == 0:
+        if (
+            name in mesh.auto_axes
+            and mesh.shape[name] > 1
+            and size % math.prod(mesh.shape[n] for n in (*found, name)) == 0
+        ):
             found = (*found, name)
     return found
 
