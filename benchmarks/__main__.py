@@ -1,12 +1,13 @@
 """Time, memory and balance of cpjax beside its peers, in one run on one mesh.
 
-    python -m benchmarks                              # everything: about ten minutes on two cores
-    python -m benchmarks attention layouts            # some parts of: attention, recurrence, layouts
+    python -m benchmarks                              # everything: about a quarter of an hour on two cores
+    python -m benchmarks attention layouts            # some parts of: attention, recurrence, train, layouts
     python -m benchmarks --quick                      # tiny sizes: whether it runs and all agree
     python -m benchmarks --out docs                   # also docs/benchmarks.json and docs/benchmarks.png
 
 Runs on as many GPUs as `--cp` if there are, else on virtual CPU devices. Contenders take turns, and only ratios mean
-something. Output and gradients of each are compared with those of a plain reference.
+something. Output and gradients of each are compared with those of a plain reference, of a training step
+its loss with that on one device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import os
 import pathlib
 
-PARTS = ("attention", "recurrence", "layouts")
+PARTS = ("attention", "recurrence", "train", "layouts")
 
 
 def main() -> None:
@@ -47,12 +48,12 @@ def main() -> None:
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     import jax  # after the flags
 
-    from benchmarks import attention, layouts, output, recurrence
+    from benchmarks import attention, layouts, output, recurrence, train
     from benchmarks.common import Settings, devices
 
     seconds = args.seconds if args.seconds is not None else 0.0 if args.quick else 10.0
     settings = Settings(args.cp, lengths, seconds, args.quick)
-    runs = {"attention": attention.run, "recurrence": recurrence.run, "layouts": layouts.run}
+    runs = {"attention": attention.run, "recurrence": recurrence.run, "train": train.run, "layouts": layouts.run}
     print(f"forward + backward, cp={args.cp}, {devices(args.cp)[0].platform}, jax {jax.__version__}, best of rounds")
     rows = []
     for part in PARTS:

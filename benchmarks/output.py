@@ -28,6 +28,7 @@ _TIMED = ("seconds", "ratio", "temp_bytes", "max_error")
 _SHOWN = {
     "attention": (*_TIMED, "of_causal"),
     "recurrence": _TIMED,
+    "train": _TIMED,
     "layouts": ("seconds", "imbalance", "bound", "sent_bytes", "sent_of_held"),
 }
 
@@ -48,7 +49,9 @@ def section(rows: list[Row]) -> str:
 
 def record(rows: list[Row], settings: Settings) -> dict[str, Any]:
     """What the file holds."""
-    packages = [n for n in ("jax", "jaxlib", "numpy", "torch", "ringattention") if importlib.util.find_spec(n)]
+    packages = [
+        n for n in ("jax", "jaxlib", "numpy", "torch", "transformers", "ringattention") if importlib.util.find_spec(n)
+    ]
     first = devices(settings.cp)[0]
     return {
         "versions": {

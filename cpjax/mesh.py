@@ -35,10 +35,11 @@ def device_platform() -> str:
 
 
 def splitting_axes(names: Sequence[str], size: int) -> tuple[str, ...]:
-    """Those of these automatic axes of the mesh in context that together divide `size`."""
+    """Those of these automatic axes of the mesh in context, of several devices, that together divide `size`."""
     mesh, found = jax.sharding.get_abstract_mesh(), tuple[str, ...]()
     for name in names:
-        if name in mesh.auto_axes and size % math.prod(mesh.shape[n] for n in (*found, name)) == 0:
+        parts = mesh.shape[name] if name in mesh.auto_axes else 1
+        if parts > 1 and size % (parts * math.prod(mesh.shape[n] for n in found)) == 0:
             found = (*found, name)
     return found
 

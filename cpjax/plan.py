@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX offers the CUDA compiler without a GPU only then
@@ -31,11 +31,21 @@ from cpjax.attention import Mask, attention
 from cpjax.mesh import compiler_options
 from cpjax.shard import layout_from_name, make_sharder
 
-_GPUS = {
-    "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
-    "h200": ("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
+
+class Gpu(NamedTuple):
+    """A GPU to compile for: its name, bytes of memory, bytes per second that its memory and its NVLink move."""
+
+    name: str
+    memory: int
+    bandwidth: int
+    link: int
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000, 450_000_000_000),
+    "h200": Gpu("NVIDIA H200", 151_397_597_184, 4_800_000_000_000, 450_000_000_000),
 }
-"""Name, bytes of memory, and bytes per second of memory bandwidth of the GPUs to compile for."""
+"""The GPUs that `gpu_mesh` knows; links are counted one way."""
 
 _TARGET = """
 gpu_device_info {{
@@ -65,14 +75,14 @@ def gpu_mesh(axes: Mapping[str, int], *, gpu: str = "h200", hosts: int = 1) -> M
     Raises:
         ValueError: an unknown GPU, devices that the hosts do not divide, or no CUDA plugin that compiles without a GPU.
     """
-    if gpu not in _GPUS:
-        raise ValueError(f"unknown GPU {gpu!r}: choose one of {', '.join(_GPUS)}")
+    if gpu not in GPUS:
+        raise ValueError(f"unknown GPU {gpu!r}: choose one of {', '.join(GPUS)}")
     if min(hosts, *axes.values()) < 1:
         raise ValueError(f"a mesh of {dict(axes)} on {hosts} hosts was asked for: all must be at least 1")
     devices = math.prod(axes.values())
     if devices % hosts:
         raise ValueError(f"{devices} devices cannot be split over {hosts} hosts: make them a multiple")
-    name, memory, bandwidth = _GPUS[gpu]
+    name, memory, bandwidth, _ = GPUS[gpu]
     target = _TARGET.format(name=name, memory=memory, bandwidth=bandwidth)
     try:
         topology = topologies.get_topology_desc(
@@ -155,7 +165,7 @@ def analyse(compiled: jax.stages.Compiled, gpu: str = "h200") -> Report:
     }
     memory["peak"] = sum(memory.values())
     memory["host"] = stats.host_temp_size_in_bytes + stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes
-    return Report(memory, tuple(find_collectives(compiled.as_text() or "")), _GPUS[gpu][1])
+    return Report(memory, tuple(find_collectives(compiled.as_text() or "")), GPUS[gpu].memory)
 
 
 _KINDS = "collective-permute|all-gather|all-reduce|reduce-scatter|all-to-all"
@@ -302,7 +312,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--cp", type=int, default=8, help="devices that the sequence is split over (default: 8)")
     parser.add_argument("--hosts", type=int, default=1, help="machines that hold them (default: 1)")
-    parser.add_argument("--gpu", default="h200", choices=sorted(_GPUS))
+    parser.add_argument("--gpu", default="h200", choices=sorted(GPUS))
     parser.add_argument("--layout", default="zigzag", choices=["contiguous", "striped", "zigzag"])
     parser.add_argument("--transport", default="ring")
     options = parser.parse_args()

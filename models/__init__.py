@@ -25,7 +25,7 @@ def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
-    and for `cpjax.models.generate` a `prefill` and a `decode`.
+    `forward_flops`, `reduced`, `synthetic_row`, and for `cpjax.models.generate` a `prefill` and a `decode`.
 
     Raises:
         ValueError: no such family.

@@ -40,6 +40,9 @@ def test_all_contenders_agree_and_results_are_written(tmp_path):
     left_out = [row for row in rows if row["part"] != "layouts" and "max_error" not in row]
     assert all(row["note"] for row in left_out)
 
+    steps = {row["name"] for row in rows if row["part"] == "train"}
+    assert steps == {"cpjax, cp=1", "cpjax, cp=4", "transformers, torch"}
+
     dispatched = [row for row in rows if row["name"].startswith("dispatched")]
     assert len(dispatched) == 3 and all(row["bound"] <= row["imbalance"] <= 1.05 for row in dispatched)
     sent = {row["name"]: row["sent_of_held"] for row in rows if "sent_of_held" in row}
@@ -51,4 +54,4 @@ def test_all_contenders_agree_and_results_are_written(tmp_path):
 def test_an_unknown_part_is_told_in_one_sentence():
     run = subprocess.run([sys.executable, "-m", "benchmarks", "atention"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
-    assert "unknown part atention: choose of attention, recurrence, layouts" in run.stderr
+    assert "unknown part atention: choose of attention, recurrence, train, layouts" in run.stderr

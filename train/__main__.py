@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import sys
 
-from cpjax.train.config import parse_config
+from cpjax.train.config import parse_command
 from cpjax.train.errors import run_command, writing
 
 
 def main() -> int:
-    """Trains as the command line says and returns the exit code."""
-    config = parse_config(sys.argv[1:])
+    """Does what the command line says and returns the exit code."""
+    command, config = parse_command(sys.argv[1:])
+    if command == "plan":
+        from cpjax.train.plan import plan
+
+        return plan(config)
     from cpjax.train.devices import set_up_devices
 
     devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp * config.mesh.tp)
+    if command == "check":
+        from cpjax.train.check import check
+
+        return check(config)
     from cpjax.train.loop import train
 
     with writing(config.run.out):

@@ -29,9 +29,9 @@ from cpjax.train.errors import InputError
 from cpjax.train.step import TrainState
 
 FREE = {
-    "mesh", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
-    "run.eval_every", "run.eval_batches", "run.save_every", "run.keep", "run.keep_best", "records.workers",
-    "records.held_out", "records.answers", "records.max_new_tokens",
+    "mesh", "plan", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
+    "run.eval_every", "run.eval_batches", "run.save_every", "run.keep", "run.keep_best", "run.tensorboard", "run.wandb",
+    "run.profile", "records.workers", "records.held_out", "records.answers", "records.max_new_tokens",
 }  # fmt: skip
 """Sections and options that may change on resume: they do not decide the numbers."""
 

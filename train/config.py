@@ -52,8 +52,8 @@ class ModelConfig:
     """Attention heads of the vision tower."""
 
     @property
-    def computes_in(self) -> str:
-        """Number format of activations."""
+    def compute(self) -> str:
+        """Number format of activations and matrix products."""
         return self.dtype if self.compute_dtype == "same" else self.compute_dtype
 
     def sizes_given(self) -> list[str]:
@@ -212,6 +212,41 @@ class RunConfig:
     keep_best: str = ""
     """Held-out metric, for instance held_out_accuracy: the checkpoint in which it is best (a loss: least) is kept too,
     and one is also saved whenever it is better than before, and it is what is exported at the end; empty: none is."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, into the folder tensorboard of the output folder."""
+    wandb: str = ""
+    """Project in wandb that also gets the metrics; empty: none."""
+    profile: str = ""
+    """Steps that jax.profiler traces into the folder profile of the output folder: N, that many after the first one,
+    which compiles, or FIRST:LAST; empty: none."""
+
+    def profiled(self, taken: int) -> range:
+        """The steps to trace in a run that has taken some.
+
+        Raises:
+            ValueError: it is not written so, or lies outside of the run.
+        """
+        if not self.profile:
+            return range(0)
+        first, _, last = self.profile.rpartition(":")
+        if not (last.isdigit() and (first or "1").isdigit()):
+            raise ValueError(f"--run.profile is {self.profile}: it must be a number of steps, or FIRST:LAST")
+        steps = range(int(first), int(last) + 1) if first else range(taken + 2, taken + 2 + int(last))
+        if not steps or steps[0] < 1 or (first and steps[-1] > self.steps):
+            raise ValueError(
+                f"--run.profile is {self.profile}: it must be at least one of the steps 1 to {self.steps} of the run"
+            )
+        return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """Plan: what --plan compiles for"""
+
+    gpu: Literal["h100", "h200"] = "h200"
+    """Kind of the GPUs."""
+    hosts: int = 1
+    """Machines that hold them, each as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,11 +265,12 @@ class Config:
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "run.steps", "run.batch_size", "run.accumulate",
                      "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
-                     "run.keep"):  # fmt: skip
+                     "run.keep", "plan.hosts"):  # fmt: skip
             self._check(name, self._get(name) >= 1, "at least 1")
         for name in ("run.seed", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip", "lora.rank"):
             self._check(name, self._get(name) >= 0, "0 or more")
@@ -257,6 +293,7 @@ class Config:
             self.run.batch_size % rows == 0,
             f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {rows}",
         )
+        self.run.profiled(0)
         if self.records.files and not self.model.path:
             raise ValueError(
                 f"--records.files is {self.records.files}: records need --model.path, a model with its tokenizer"
@@ -285,11 +322,18 @@ class Config:
         return yaml.safe_dump(sections, sort_keys=False)
 
 
+COMMANDS = ("train", "check", "plan")
+"""What can be done with a run: train it, or with --check or --plan look at it beforehand."""
+
 DESCRIPTION = """Trains a vision-language model with every sequence split over several devices.
 
 Without options: a small Qwen3.5-VL learns from scratch to read long documents of handwritten digits, on four GPUs or,
 where there are fewer, on four virtual CPU devices. It writes metrics, a picture, checkpoints and a Hugging Face
-export to runs/digits. An option on the command line beats the YAML file, which beats the default."""
+export to runs/digits. An option on the command line beats the YAML file, which beats the default.
+
+With --check nothing is trained: a small model of the same kind takes one step on the mesh of the other options and one
+on a single device, and loss and gradients are compared. With --plan nothing is computed either: the step is compiled
+for GPUs, of which none need be here, to say what memory, traffic and time it takes at least."""
 
 
 def make_parser() -> ArgumentParser:
@@ -312,6 +356,19 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
+def parse_command(arguments: Sequence[str]) -> tuple[str, Config]:
+    """What to do, one of `COMMANDS`, and the options.
+
+    Raises:
+        ValueError: as `parse_config`, or --check and --plan together.
+    """
+    given = [command for command in COMMANDS[1:] if f"--{command}" in arguments]
+    if len(given) > 1:
+        raise ValueError("--check and --plan are given: give one of them at a time")
+    rest = [argument for argument in arguments if argument not in [f"--{command}" for command in given]]
+    return (given or ["train"])[0], parse_config(rest)
+
+
 def parse_config(arguments: Sequence[str]) -> Config:
     """The options of a command line.
 
@@ -321,7 +378,7 @@ def parse_config(arguments: Sequence[str]) -> Config:
     """
     parser = make_parser()
     arguments = _files_first(arguments)
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=False):
         if option == "--config" or option.startswith("--config="):
             _check_file(pathlib.Path(option.partition("=")[2] or value), parser)
     try:

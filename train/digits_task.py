@@ -10,23 +10,13 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from cpjax.models import family
-from cpjax.models.common.checkpoint import CONFIG, read_json
 from cpjax.shard import Layout
 from cpjax.train import digits
 from cpjax.train.config import Config
 from cpjax.train.evaluate import digits_batch, held_out_accuracies, held_out_documents
 from cpjax.train.report import write_card
 from cpjax.train.step import Arrays, make_eval_step
-from cpjax.train.task import Evaluate, HostBatch
-
-
-def model_config(config: Config) -> Any:
-    """Configuration of the model that a run starts from: that of its folder, or one for the digits."""
-    if not config.model.path:
-        return digits.model_config(config.model)
-    source = read_json(pathlib.Path(config.model.path) / CONFIG)
-    return family(str(source.get("model_type"))).Config.from_dict(source)
+from cpjax.train.task import Evaluate, HostBatch, read_model_config
 
 
 class DigitsTask:
@@ -36,7 +26,7 @@ class DigitsTask:
 
     def __init__(self, config: Config, layout: Layout):
         self._config, self._layout, self._step = config, layout, 0
-        self.model_config = model_config(config)
+        self.model_config = read_model_config(config)
         self._held_out = held_out_documents(config.data, config.run.eval_batches, config.run.batch_size)
 
     def describe(self) -> list[str]:

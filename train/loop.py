@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cpjax import __version__
 from cpjax.mesh import make_mesh
@@ -31,9 +30,11 @@ from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, shap
 from cpjax.train.config import Config
 from cpjax.train.distill import load_teacher
 from cpjax.train.errors import computing
+from cpjax.train.logs import Logs, Trace, check_packages
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
-from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
+from cpjax.train.metrics import draw_metrics, read_metrics
 from cpjax.train.optimizer import make_optimizer, make_schedule
+from cpjax.train.progress import Speed, held_out, show_progress
 from cpjax.train.report import describe_parameters, relative_change
 from cpjax.train.step import (
     TrainState,
@@ -63,10 +64,10 @@ def train(config: Config, devices: str) -> int:
     say = console.print
     run, out = config.run, pathlib.Path(config.run.out)
     check_folder(config)
+    check_packages(run)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
-    compute = config.model.computes_in
-    on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
+    compute, on_cpu, transport = config.model.compute, mesh.devices.flat[0].platform == "cpu", config.mesh.transport
     if on_cpu and compute == "bfloat16" and config.mesh.cp > 1 and transport != "ring":
         raise ValueError(
             f"bfloat16 with --mesh.transport {transport} crashes XLA's compiler for CPUs: use ring, float32, or GPUs"
@@ -105,7 +106,9 @@ def train(config: Config, devices: str) -> int:
             task.restore(checkpoints.data)
             batch, sharder = task.next_batch()
     first = int(state.step)
-    log = MetricsLog(out / "metrics.jsonl", first)
+    log, trace = Logs(config, first), Trace(run.profiled(first), out / "profile")
+    all_sizes = sum(array.size for array in (state.params | state.frozen).values())
+    speed = Speed(mesh, task.model_config, 1 - frozen_size / all_sizes, teacher and teacher.config)
 
     start = f"from {config.model.path}" if config.model.path else "from scratch"
     if sizes_given := config.model.sizes_given() if config.model.path else ():
@@ -132,16 +135,19 @@ def train(config: Config, devices: str) -> int:
         computing(),
         contextlib.closing(checkpoints),
         contextlib.closing(log),
+        contextlib.closing(trace),
         catch_signals() as caught,
         show_progress(console, first, run.steps) as advance,
     ):
         for step in range(first + 1, run.steps + 1):
             started = time.perf_counter()
+            trace.begin(step)
             state, metrics = train_step(state, place_batch(batch, mesh), sharder, teacher)
             used, position = batch, task.state()
             batch, sharder = task.next_batch()  # while the devices work
             record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}
-            record["tokens_per_second"] = round(record["tokens"] / (time.perf_counter() - started), 1)
+            record |= speed.record(used, record["tokens"], time.perf_counter() - started)
+            trace.end(step)
             broken = record["nonfinite"] >= run.max_nonfinite
             stop = bool(caught) or broken or step == run.steps
             if step % run.eval_every == 0 or step == run.steps:
@@ -223,7 +229,7 @@ def prepare(
     names = {weight.path: weight.names for weight in table}
     graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
     optimizer = make_optimizer(config.optimizer, table, params)
-    average, scaled = config.optimizer.ema > 0, config.model.computes_in == "float16"
+    average, scaled = config.optimizer.ema > 0, config.model.compute == "float16"
     return graphdef, init_state(params, frozen, optimizer, mesh, average=average, scaled=scaled), optimizer, names
 
 
@@ -251,15 +257,6 @@ def make_base(config: Config, model_config: Any, mesh: Mesh) -> Any:
     return model_class(model_config, rngs=nnx.Rngs(config.run.seed), dtype=dtype)
 
 
-def held_out(record: dict[str, Any]) -> list[str]:
-    """What an evaluation found, in all: "held-out accuracy 0.98"."""
-    return [
-        f"held-out {name.removeprefix('held_out_')} {value:.2f}"
-        for name, value in record.items()
-        if name.startswith("held_out_") and "/" not in name
-    ]
-
-
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[signal.Signals]]:
     """Collects SIGTERM and Ctrl-C instead of dying of them; a second one has its usual effect."""
@@ -278,46 +275,3 @@ def catch_signals() -> Iterator[list[signal.Signals]]:
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def show_progress(console: Console, first: int, steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields the function that shows a record: on a bar in a terminal, otherwise on some twenty lines in all."""
-
-    def text(record: dict[str, Any]) -> str:
-        line = (
-            f"loss {record['loss']:.4f}  accuracy {record['accuracy']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
-        )
-        return "  ".join([line, *held_out(record)])
-
-    started = time.monotonic()
-
-    def print_line(record: dict[str, Any]) -> None:
-        nonlocal started
-        step = record["step"]
-        if step == first + 1:
-            started = time.monotonic()  # the first step compiles
-        if step % max(steps // 20, 1) and step not in (first + 1, steps) and not held_out(record):
-            return
-        seconds = (time.monotonic() - started) / max(step - first - 1, 1) * (steps - step)
-        left = f"  {seconds:.0f} s left" if first + 1 < step < steps else ""
-        console.print(f"step {step}/{steps}  {text(record)}{left}")
-
-    if first < steps:
-        console.print("compiling the training step; JAX's cache makes the next start faster")
-    if not console.is_terminal:
-        yield print_line
-        return
-    columns = (
-        BarColumn(16), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn(compact=True),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=steps, completed=first)
-
-        def move_bar(record: dict[str, Any]) -> None:
-            shown = {name: value for name, value in record.items() if not name.startswith("held_out_")}
-            progress.update(task, completed=record["step"], description=text(shown))
-            if held_out(record):
-                console.print(f"step {record['step']}  {text(record)}")
-
-        yield move_bar

@@ -20,11 +20,11 @@ from cpjax.mesh import make_mesh
 from cpjax.shard import IGNORE, Identity, Sharder, make_sharder
 from cpjax.train.checkpoint import Checkpoints, read_run
 from cpjax.train.devices import set_up_devices
-from cpjax.train.digits_task import model_config
 from cpjax.train.dropout import draw_anew, start_dropout
 from cpjax.train.errors import run_command
 from cpjax.train.loop import prepare
 from cpjax.train.step import Arrays, TrainState, merge_model
+from cpjax.train.task import read_model_config
 
 
 def main() -> int:
@@ -52,10 +52,10 @@ def replay(file: pathlib.Path) -> int:
     config = read_run(file.parent)
     set_up_devices(1)
     mesh = make_mesh()
-    graphdef, state, _, names = prepare(config, model_config(config), mesh)
+    graphdef, state, _, names = prepare(config, read_model_config(config), mesh)
     with contextlib.closing(Checkpoints(config)) as checkpoints:
         state = checkpoints.read(int(name[1]), state, mesh)
-    forward = {"dtype": jnp.dtype(config.model.computes_in), "kernel": config.mesh.kernel, "remat": config.model.remat}
+    forward = {"dtype": jnp.dtype(config.model.compute), "kernel": config.mesh.kernel, "remat": config.model.remat}
     sharder = make_sharder(batch["input_ids"].shape[1], Identity())
     found = nonfinite(graphdef, state, batch, sharder, names, **forward)
     print("\n".join(found) if found else "everything is finite here: computed on another mesh, it may round otherwise")

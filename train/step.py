@@ -86,6 +86,11 @@ class Teacher:
     ratio: float
     temperature: float
 
+    @property
+    def config(self) -> Any:
+        """Configuration of the model."""
+        return merge_model(self.graphdef, self.arrays).config
+
 
 def split_model(
     model: nnx.Module, freeze: Sequence[str] = (), hf_names: Mapping[str, Sequence[str]] | None = None

@@ -11,7 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from cpjax.models import family
+from cpjax.models.common.checkpoint import CONFIG, read_json
 from cpjax.shard import Layout, Packed, Sharder, make_batch
+from cpjax.train import digits
 from cpjax.train.config import Config
 from cpjax.train.step import Arrays
 
@@ -77,6 +79,18 @@ def open_task(config: Config, layout: Layout) -> Task:
     from cpjax.train.digits_task import DigitsTask
 
     return DigitsTask(config, layout)
+
+
+def read_model_config(config: Config) -> Any:
+    """The configuration of the model that is trained: that of its folder, or the default job's.
+
+    Raises:
+        ValueError: no configuration of a known family is there.
+    """
+    if not config.model.path:
+        return digits.model_config(config.model)
+    source = read_json(pathlib.Path(config.model.path) / CONFIG)
+    return family(str(source.get("model_type"))).Config.from_dict(source)
 
 
 def host_batch(

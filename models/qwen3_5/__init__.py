@@ -2,14 +2,17 @@
 
 from cpjax.models.qwen3_5.config import Config, TextConfig, VisionConfig
 from cpjax.models.qwen3_5.decode import decode, prefill
+from cpjax.models.qwen3_5.flops import forward_flops
 from cpjax.models.qwen3_5.model import Qwen3_5
 from cpjax.models.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
 from cpjax.models.qwen3_5.processing import MediaPlan, Processor
+from cpjax.models.qwen3_5.synthetic import reduced, synthetic_row
 from cpjax.models.qwen3_5.weights import DROPPED, weights
 
 Model = Qwen3_5
 
 __all__ = [
     "DROPPED", "STREAMS", "Config", "Media", "MediaPlan", "Model", "Processor", "Qwen3_5", "Row", "TextConfig",
-    "VisionConfig", "decode", "patchify", "prefill", "prepare", "weights",
+    "VisionConfig", "decode", "forward_flops", "patchify", "prefill", "prepare", "reduced",
+    "synthetic_row", "weights",
 ]  # fmt: skip

@@ -24,8 +24,8 @@ _MODEL = {
 _HEAD = {"lm_head.kernel": "lm_head.weight"}
 
 # Below layers.slots.{slot} and model.language_model.layers.{layer}.
-_EVERY_LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight",
+_BEFORE_MIXER = {"input_layernorm.weight": "input_layernorm.weight"}
+_AFTER_MIXER = {
     "post_attention_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.gate_proj.kernel": "mlp.gate_proj.weight",
     "mlp.up_proj.kernel": "mlp.up_proj.weight",
@@ -69,7 +69,10 @@ _VISION_BLOCK = {
 
 
 def weights(config: Config) -> list[Weight]:
-    """Every parameter of the model with the tensors that hold it; kernels are [in, out] here and [out, in] on disk."""
+    """Every parameter of the model with the tensors that hold it, a layer's in the order of its forward pass.
+
+    Kernels are [in, out] here and [out, in] on disk.
+    """
     text, vision = config.text, config.vision
     side, depth = vision.patch_size, vision.temporal_patch_size
     conv = 2 * text.linear_num_key_heads * text.linear_key_head_dim
@@ -87,7 +90,7 @@ def weights(config: Config) -> list[Weight]:
         for path, name in {**_MODEL, **({} if config.tie_word_embeddings else _HEAD)}.items()
     ]
     for slot, kind in enumerate(text.types[: text.period]):
-        names = {**_EVERY_LAYER, **(_LINEAR_LAYER if kind == LINEAR else _FULL_LAYER)}
+        names = {**_BEFORE_MIXER, **(_LINEAR_LAYER if kind == LINEAR else _FULL_LAYER), **_AFTER_MIXER}
         layers = range(slot, text.num_hidden_layers, text.period)
         table += [
             row(f"layers.slots.{slot}.", path, tuple(f"model.language_model.layers.{i}.{name}" for i in layers), True)

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import Mask, attention, pallas
-from cpjax.shard import Identity, make_sharder
+from cpjax.mesh import make_mesh
+from cpjax.shard import Identity, Zigzag, make_sharder
 from tests.attention.common import assert_equal, documents_of, problem, solve, solve_numpy
 
 LENGTH = 90  # tiles of 64, 32 or 16 tokens, the last ones not full
@@ -114,3 +116,16 @@ def test_a_gpu_gets_the_kernels():
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), axis_types=(), abstract_device=gpu)):
         text = gradient.trace(*operands(jnp.bfloat16, 128, 64)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+def test_axes_of_size_one_beside_automatic_ones():
+    """Rows split over fsdp while dp is 1; traced alone, as this went wrong before anything was compiled."""
+    mesh = make_mesh(fsdp=2, cp=2)
+    sharder = make_sharder(64, Zigzag(2))
+
+    def local(q, k, v):
+        return attention(q, k, v, sharder=sharder, mask=Mask(), kernel="pallas")
+
+    over_cp = jax.shard_map(local, mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"), axis_names={"cp"})
+    shape = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.float32, sharding=NamedSharding(mesh, P("fsdp", "cp")))
+    assert jax.eval_shape(jax.jit(over_cp), shape, shape, shape).shape == shape.shape

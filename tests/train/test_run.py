@@ -42,7 +42,7 @@ TINY = {
 }  # fmt: skip
 
 CACHE = pathlib.Path(__file__).parent.parent.parent / ".cache" / "train-tests"
-TIMES = {"tokens_per_second"}
+TIMES = {"tokens_per_second", "tokens_per_second_per_device"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,61 @@
+"""A small stand-in for a model, and rows that stand in for data: to check programs, and to plan them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from cpjax.models.qwen3_5.config import Config
+from cpjax.models.qwen3_5.prepare import Media, Row
+from cpjax.shard import IGNORE
+
+
+def reduced(config: Config) -> Config:
+    """A narrow model of one period of the layers, with the same kinds and numbers of heads.
+
+    The large epsilon of its norms keeps rounding small, so that differences of 1e-5 in float32 mean something.
+    """
+    text, size = config.text, 64
+    return dataclasses.replace(
+        config,
+        text=dataclasses.replace(
+            text, vocab_size=128, hidden_size=size, intermediate_size=96, num_hidden_layers=text.period,
+            layer_types=text.types[: text.period], head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16,
+            partial_rotary_factor=0.5, mrope_section=(2, 1, 1), rms_norm_eps=1e-2, pad_token_id=0,
+        ),
+        vision=dataclasses.replace(
+            config.vision, depth=1, hidden_size=8 * config.vision.num_heads, intermediate_size=96, patch_size=2,
+            out_hidden_size=size, num_position_embeddings=16,
+        ),
+        image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4, source={},
+    )  # fmt: skip
+
+
+def synthetic_row(config: Config, length: int, patches: int, rng: np.random.Generator, documents: int = 1) -> Row:
+    """A row of random text and equal square images, each of up to 32 x 32 patches, spread evenly over it.
+
+    Args:
+        length: of the row.
+        patches: that the images have together, or as many as the row has room for.
+        documents: that the row consists of; an image lies in one of them.
+    """
+    merge = config.vision.spatial_merge_size
+    side = merge * (math.isqrt(min(patches // 2, 1024)) // merge)
+    run = (side // merge) ** 2
+    count = min(patches // side**2, length // (run + 1)) if side else 0
+    pieces = max(count, documents)
+    special = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
+    ids = rng.choice(np.setdiff1d(np.arange(1, config.text.vocab_size), special), length).astype(np.int32)
+    piece = np.arange(length) * pieces // length
+    labels = np.where(rng.random(length) < 0.5, ids, IGNORE)
+    for number in range(count):
+        places = np.flatnonzero(piece == number)
+        start = places[0] + (len(places) - run) // 2
+        ids[start : start + run] = config.image_token_id
+        labels[start : start + run] = IGNORE
+    pixels = rng.normal(size=(side * side, config.vision.patch_dim)).astype(np.float32)
+    media = [Media(np.roll(pixels, number, axis=0), (1, side, side)) for number in range(min(count, 2))]
+    media += media[-1:] * (count - len(media))
+    return Row(ids, labels, 1 + piece * documents // pieces, media)

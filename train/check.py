@@ -1,0 +1,157 @@
+"""`--check`: whether the chosen mesh gives the loss and the gradients of a single device, before a run is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+
+from cpjax.mesh import AXES, make_mesh
+from cpjax.models import family
+from cpjax.models.common.checkpoint import Weight
+from cpjax.models.common.sharding import tree_shardings
+from cpjax.shard import IGNORE, layout_from_name
+from cpjax.train.config import Config, LoraConfig
+from cpjax.train.lora import add_adapters, weight_table
+from cpjax.train.report import by_part
+from cpjax.train.step import Arrays, Teacher, init_state, make_train_step, place_batch, split_model
+from cpjax.train.task import host_batch, read_model_config
+
+LOSS, GRADIENT = 1e-6, 1e-5
+"""Largest differences in float32: of the loss, and of a gradient relative to its tensor's largest entry."""
+
+PATCHES = 128
+"""Image patches of a row: two images, each longer than what a rank holds in one run."""
+
+KEEP = optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params),
+    lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+)
+"""An optimizer that changes nothing, and whose state after a step is the gradient."""
+
+
+def check(config: Config) -> int:
+    """Takes one step of a small model on one device and on the mesh of the options, and compares them.
+
+    The model is the user's, cut down by its family's `reduced`, with adapters and teacher as in the options, in
+    float32; rows, documents and images are synthetic and hard: of several lengths, one row with a single label, one
+    with none. All parameters are trained, whatever the options freeze.
+
+    Returns:
+        0 if loss and gradients are the same, 1 if not.
+
+    Raises:
+        ValueError: options that do not fit each other or the devices.
+    """
+    say = Console(highlight=False, soft_wrap=True).print
+    model_config = read_model_config(config)
+    small = family(model_config.model_type).reduced(model_config)
+    rows = make_rows(config, small)
+    axes = {name: getattr(config.mesh, name) for name in AXES}
+    mesh = " x ".join(f"{name} {size}" for name, size in axes.items())
+    what = f"LoRA of rank {config.lora.rank} on " if config.lora.rank else ""
+    say(f"checks      {what}a small {type(model_config).__module__.split('.')[-2]} in float32: {len(rows)} synthetic "
+        f"rows of up to {len(rows[0].input_ids)} tokens")  # fmt: skip
+    say(f"mesh        {mesh}, {config.mesh.layout} layout, {config.mesh.transport} transport, against one device")
+    with jax.default_matmul_precision("highest"):
+        wanted_loss, wanted = gradients(config, small, rows, dict.fromkeys(AXES, 1), accumulate=1)
+        loss, found = gradients(config, small, rows, axes, accumulate=config.run.accumulate)
+
+    loss_error = abs(loss - wanted_loss) / abs(wanted_loss)
+    errors = {name: difference(found[name], wanted[name]) for name in wanted}
+    worst = max(errors, key=lambda name: errors[name])
+    say(f"loss        {loss:.7g}, on one device {wanted_loss:.7g}: relative difference {loss_error:.1e}")
+    say(f"gradients   of {len(errors)} tensors: they differ by at most {errors[worst]:.1e} of a tensor's largest "
+        f"entry, in {worst}")  # fmt: skip
+    wrong = [name for name, error in errors.items() if not error <= GRADIENT]
+    if not wrong and loss_error <= LOSS:
+        say(f"right       within {LOSS} (loss) and {GRADIENT} (gradients)")
+        return 0
+    if wrong:
+        say(f"WRONG       {len(wrong)} gradients differ by more than {GRADIENT}; in the order of the forward pass the "
+            f"first is {wrong[0]} ({errors[wrong[0]]:.1e}) and the last, which the backward pass meets first, "
+            f"{wrong[-1]} ({errors[wrong[-1]]:.1e})")  # fmt: skip
+    else:
+        say(f"WRONG       the loss differs by more than {LOSS}")
+    return 1
+
+
+def make_rows(config: Config, small: Any) -> list[Any]:
+    """The fewest rows, at least two, that the mesh and the microbatches can split."""
+    module, rng = family(small.model_type), np.random.default_rng(config.run.seed)
+    parts = config.mesh.dp * config.mesh.fsdp * config.run.accumulate
+    length = max(16 * config.mesh.cp, 48) + 5
+    patches = PATCHES if config.records.patches or not config.records.files else 0
+    rows = []
+    for number in range(max(parts, 2)):
+        row = module.synthetic_row(small, length - 3 * (number % 4), patches, rng, documents=2)
+        if number in (1, 2):
+            labels = np.array(row.labels)
+            labels[np.flatnonzero(labels != IGNORE)[2 - number :]] = IGNORE  # one label, or none
+            row = dataclasses.replace(row, labels=labels)
+        rows.append(row)
+    return rows
+
+
+def gradients(
+    config: Config, small: Any, rows: Sequence[Any], axes: Mapping[str, int], accumulate: int
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss, and the gradients by Hugging Face name, in the order of the forward pass."""
+    mesh = make_mesh(*axes.values())
+    layout = layout_from_name(config.mesh.layout, mesh.shape["cp"])
+    patches = sum(len(media.patches) for media in rows[0].media)
+    batch, sharder = host_batch(small, rows, layout, len(rows[0].input_ids), patches)
+    table, graphdef, params, frozen = random_model(config.lora, small, seed=0)
+    teacher = None
+    if config.distill.teacher:
+        _, structure, arrays, buffers = random_model(LoraConfig(), small, seed=1)
+        arrays = jax.device_put(arrays | buffers, tree_shardings(mesh, arrays | buffers))
+        teacher = Teacher(arrays, structure, config.distill.ratio, config.distill.temperature)
+    step = make_train_step(
+        graphdef, KEEP, lambda step: 1.0, mesh, accumulate=accumulate, transport=config.mesh.transport,
+        kernel=config.mesh.kernel, remat=config.model.remat,
+    )  # fmt: skip
+    state, metrics = step(init_state(params, frozen, KEEP, mesh), place_batch(batch, mesh), sharder, teacher)
+    return float(metrics["loss"]), named_in_order(state.opt_state, table)
+
+
+def random_model(lora: LoraConfig, small: Any, seed: int) -> tuple[list[Weight], nnx.GraphDef, Arrays, Arrays]:
+    """A fresh model, adapters included, moved away from its zeros and symmetries; its table, structure and arrays."""
+    model = family(small.model_type).Model(small, rngs=nnx.Rngs(seed))
+    if lora.rank:
+        add_adapters(model, lora, seed)
+    graphdef, params, frozen = split_model(model)
+    rng = np.random.default_rng(seed)
+    params = {name: array + 0.1 * rng.normal(size=array.shape).astype(np.float32) for name, array in params.items()}
+    return weight_table(model), graphdef, params, frozen
+
+
+def named_in_order(grads: Arrays, table: Sequence[Weight]) -> dict[str, np.ndarray]:
+    """By Hugging Face name, tower first and head last, layer by layer."""
+    weights = {weight.path: weight for weight in table}
+    named: dict[str, np.ndarray] = {}
+    order = {path: grads[path] for path in weights if path in grads}
+    for part in by_part(order, {path: weight.names for path, weight in weights.items()}).values():
+        pairs = [pair for path, value in part.items() for pair in weights[path].to_disk(np.asarray(value))]
+        named |= dict(sorted(pairs, key=lambda pair: _layer(pair[0])))
+    return named
+
+
+def _layer(name: str) -> float:
+    """The number of the layer that a tensor belongs to; what has none comes after all of them."""
+    number = re.search(r"\.layers\.(\d+)\.", name)
+    return int(number[1]) if number else float("inf") if "language_model" in name else 0
+
+
+def difference(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest, relative to the largest entry wanted; 0 / 0 is 0."""
+    largest, scale = np.abs(found.astype(np.float64) - wanted).max(), np.abs(wanted).max()
+    return float(largest / scale) if scale else float(largest and np.inf)
