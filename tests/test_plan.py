@@ -156,3 +156,22 @@ def test_kernels_fit_the_chip_and_split_rows_and_heads(gpus, dtype, width, strea
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args).compile()
     assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 6  # at home and after the hop
     assert {c.kind for c in find_collectives(compiled.as_text())} == {"collective-permute"}
+
+
+def test_kernels_lower_in_rematerialised_layers_beside_other_axes(gpus):
+    mesh = gpu_mesh({"dp": 2, "cp": 2, "tp": 2})
+    sharder = make_sharder(256, Zigzag(2))
+
+    def local(x):
+        @jax.checkpoint
+        def layer(x, _):
+            return x + attention(x, x, x, sharder=sharder, mask=Mask()), None
+
+        return jax.lax.scan(layer, x, length=2)[0]
+
+    def loss(x):
+        over_cp = jax.shard_map(local, mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"), axis_names={"cp"})
+        return over_cp(x).astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), "bfloat16", sharding=NamedSharding(mesh, P("dp", "cp", "tp")))
+    assert "attention__dkv" in jax.jit(jax.grad(loss)).lower(x).as_text()

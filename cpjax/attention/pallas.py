@@ -264,6 +264,9 @@ def _call(kernel: Callable[..., None], operands: Any, parts: Any, out: Any, out_
             out_specs=tuple(map(spec, out_flat, out_parts)),
             axis_names=automatic,
         )
+        # All operands or none are known early: else rematerialisation computes parts of the body ahead and keeps them,
+        # with the outer manual axes in their sharding, which JAX does not lower.
+        flat = jax.lax.optimization_barrier(flat)
     return restore_out(local(*flat))
 
 
