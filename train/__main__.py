@@ -12,12 +12,14 @@ def main() -> int:
     """Trains as the command line says and returns the exit code."""
     config = parse_config(sys.argv[1:])
     from cpjax.train.devices import set_up_devices
+    from cpjax.train.processes import join
 
-    devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp)
-    from cpjax.train.loop import train
+    with join() as processes:
+        devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp, processes)
+        from cpjax.train.loop import train
 
-    with writing(config.run.out):
-        return train(config, devices)
+        with writing(config.run.out):
+            return train(config, devices)
 
 
 if __name__ == "__main__":

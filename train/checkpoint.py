@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from cpjax.models.common.sharding import tree_shardings
 from cpjax.train.config import Config
 from cpjax.train.errors import InputError
+from cpjax.train.processes import first_text, is_first, together
 from cpjax.train.step import TrainState
 
 FREE = {
@@ -249,25 +250,31 @@ class Checkpoints:
         )
         steps = sorted(self._manager.all_steps(), reverse=True)
         for step in steps:
+            reason = ""
             try:
-                found = self._manager.item_metadata(step).state.tree
-                self._compare(step, found, target)
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
-                restored = self._manager.restore(step, args=items)
-                if restored.run["next_step"] != step:
-                    raise OSError(f"it says that its next step is {restored.run['next_step']}")
-                self.data = restored.run["data"]
-                return restored.state
+                restored = self._read(step, target)
             except (InputError, MemoryError, jax.errors.JaxRuntimeError):  # the checkpoint is not to blame
                 raise
             except Exception as error:  # tensorstore, orbax, json and the file system each have their own
-                self._move_aside(step, error, say)
+                reason = " ".join(str(error).split())[:160] or type(error).__name__
+            if not (reason := first_text(reason)):  # of any process
+                self.data = restored.run["data"]
+                return restored.state
+            self._move_aside(step, reason, say)
         if steps:
             raise InputError(
                 f"no checkpoint of the run in {self.folder.parent} can be read: put back good ones, or run the command "
                 "again to start from step 0"
             )
         return None
+
+    def _read(self, step: int, target: TrainState) -> Any:
+        self._compare(step, self._manager.item_metadata(step).state.tree, target)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
+        restored = self._manager.restore(step, args=items)
+        if restored.run["next_step"] != step:
+            raise OSError(f"it says that its next step is {restored.run['next_step']}")
+        return restored
 
     def _compare(self, step: int, found: Any, target: TrainState) -> None:
         shapes = [
@@ -285,15 +292,17 @@ class Checkpoints:
                     f"{need}: resume with the cpjax version and files that the run was started with"
                 )
 
-    def _move_aside(self, step: int, error: Exception, say: Callable[[str], None]) -> None:
+    def _move_aside(self, step: int, reason: str, say: Callable[[str], None]) -> None:
         self._manager.close()
-        aside = self.folder.parent / f"unreadable-{step}"
-        number = 0
-        while aside.exists():
-            number += 1
-            aside = self.folder.parent / f"unreadable-{step}-{number}"
-        os.replace(self.folder / str(step), aside)
-        say(f"checkpoint {step} is incomplete and was moved to {aside}: {' '.join(str(error).split())[:160]}")
+        with together():
+            if is_first():
+                aside = self.folder.parent / f"unreadable-{step}"
+                number = 0
+                while aside.exists():
+                    number += 1
+                    aside = self.folder.parent / f"unreadable-{step}-{number}"
+                os.replace(self.folder / str(step), aside)
+                say(f"checkpoint {step} is incomplete and was moved to {aside}: {reason}")
         self._open()
 
 

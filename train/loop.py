@@ -31,11 +31,13 @@ from cpjax.train.errors import computing
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
 from cpjax.train.optimizer import make_optimizer, make_schedule
+from cpjax.train.processes import everywhere, is_first, together
 from cpjax.train.report import describe_parameters, relative_change
 from cpjax.train.step import (
     init_state,
     make_train_step,
     merge_model,
+    place_arrays,
     place_batch,
     split_model,
 )
@@ -55,10 +57,11 @@ def train(config: Config, devices: str) -> int:
         ValueError: options that do not fit each other, the devices, or the run in the output folder; nothing has been
             written then.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=not is_first())
     say = console.print
     run, out = config.run, pathlib.Path(config.run.out)
-    check_folder(config)
+    with together():
+        check_folder(config)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
     compute = config.model.dtype if config.model.compute_dtype == "same" else config.model.compute_dtype
@@ -68,8 +71,9 @@ def train(config: Config, devices: str) -> int:
             f"bfloat16 with --mesh.transport {transport} crashes XLA's compiler for CPUs: use ring, float32, or GPUs"
         )
 
-    task = open_task(config, layout)
-    model = make_model(config, task.model_config)
+    with together():
+        task = open_task(config, layout)
+        model = make_model(config, task.model_config)
     table = weight_table(model)
     name = task.model_config.to_dict().get("architectures", [type(model).__name__])[0]
     names = {weight.path: weight.names for weight in table}
@@ -96,7 +100,9 @@ def train(config: Config, devices: str) -> int:
     batch, sharder = task.next_batch()
     jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder, teacher)  # what does not fit is said here
 
-    claim_folder(config)
+    with together():
+        if is_first():
+            claim_folder(config)
     checkpoints = Checkpoints(config)
     if run.resume:
         restored = checkpoints.restore(state, mesh, say)
@@ -106,7 +112,7 @@ def train(config: Config, devices: str) -> int:
             task.restore(checkpoints.data)
             batch, sharder = task.next_batch()
     first = int(state.step)
-    log = MetricsLog(out / "metrics.jsonl", first)
+    log = MetricsLog(out / "metrics.jsonl", first) if is_first() else None
 
     start = f"from {config.model.path}" if config.model.path else "from scratch"
     if sizes_given := config.model.sizes_given() if config.model.path else ():
@@ -132,7 +138,7 @@ def train(config: Config, devices: str) -> int:
     with (
         computing(),
         contextlib.closing(checkpoints),
-        contextlib.closing(log),
+        contextlib.closing(log) if log else contextlib.nullcontext(),
         catch_signals() as caught,
         show_progress(console, first, run.steps) as advance,
     ):
@@ -144,10 +150,12 @@ def train(config: Config, devices: str) -> int:
             record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}
             record["tokens_per_second"] = round(record["tokens"] / (time.perf_counter() - started), 1)
             broken = record["nonfinite"] >= run.max_nonfinite
-            stop = bool(caught) or broken or step == run.steps
+            signals = everywhere(caught)
+            stop = bool(signals) or broken or step == run.steps
             if step % run.eval_every == 0 or step == run.steps:
                 record |= evaluate(state.best, state.frozen)
-            log.write(record)
+            if log:
+                log.write(record)
             if step % run.save_every == 0 or stop or checkpoints.is_best(record):
                 checkpoints.save(state, step, record, position)
             advance(record)
@@ -157,7 +165,8 @@ def train(config: Config, devices: str) -> int:
     done = int(state.step)
     if broken:
         replay = out / f"nonfinite-{done}.npz"
-        np.savez(replay, **used)  # type: ignore[arg-type]
+        if is_first():
+            np.savez(replay, **used)  # type: ignore[arg-type]
         say(
             f"stopped after step {done}: the loss or a gradient of the last {int(state.nonfinite)} steps was not "
             f"finite; they changed no parameter, the state is saved in checkpoint {done}, and the batch of step "
@@ -167,22 +176,25 @@ def train(config: Config, devices: str) -> int:
     python = shlex.quote(os.path.relpath(sys.executable) if sys.prefix.startswith(os.getcwd()) else sys.executable)
     resume = f"{python} -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
     if done < run.steps:
-        say(f"stopped by {caught[0].name} after step {done}, which is saved; continue with\n{resume}")
-        return 128 + caught[0]
+        say(f"stopped by {signals[0].name} after step {done}, which is saved; continue with\n{resume}")
+        return 128 + signals[0]
 
-    records = read_metrics(out / "metrics.jsonl")
-    result = records[-1]
-    draw_metrics(records, out / "curves.png", f"{task.describe()[0]}\ncp {layout.cp}, {layout.name} layout")
+    result: dict[str, Any] = {}
+    if is_first():
+        records = read_metrics(out / "metrics.jsonl")
+        result = records[-1]
+        draw_metrics(records, out / "curves.png", f"{task.describe()[0]}\ncp {layout.cp}, {layout.name} layout")
     model, adapter, export = merge_model(graphdef, state.best, state.frozen), out / "adapter", out / "export"
     if config.lora.rank:
         save_adapter(model, adapter, config.lora, config.model.path)
         merge_adapters(model)
     if exported := not config.lora.rank or config.lora.merge:
         save_pretrained(model, export, companions=config.model.path or None)
-        task.write_card(export, result, name)
+        if is_first():
+            task.write_card(export, result, name)
     _, *initial = split_model(make_base(config, task.model_config))
     _, *final = split_model(model)
-    changes = relative_change(initial[0] | initial[1], final[0] | final[1], names)
+    changes = relative_change(place_arrays(initial[0] | initial[1], mesh), final[0] | final[1], names)
     say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
         + " (change since the start, relative to the norm)")  # fmt: skip
     for line in held_out(result):
