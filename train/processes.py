@@ -41,9 +41,9 @@ _LENGTH = 4000
 def join() -> Iterator[int]:
     """Joins the other processes of this run, if the environment says that there are any, before JAX starts a backend.
 
-    JAX ends a process when it misses another one, from a thread and with a stack trace; one sentence then follows that
-    says what to do. Nor does an exception leave a block of several processes: it is told as `run_command` does, and
-    ends the process at once, which would wait for the others otherwise, who wait for it in a computation.
+    When one of several processes dies, JAX ends the others, with an exception or from a thread; one sentence then says
+    what to do. No exception leaves the block in one of several processes: it is told as `run_command` does and ends the
+    process at once, which would otherwise wait for the others at its exit, and they for it in a computation.
 
     Yields:
         How many processes there are.
@@ -56,16 +56,17 @@ def join() -> Iterator[int]:
         yield count
         return
     farewell = _last_words(
-        "error: this process was killed, or JAX ended it because another one of the run did not answer any more: look "
-        "above, and at what the others say, for the first that failed; then start all again, with --run.resume true to "
-        "go on from the newest checkpoint"
+        "error: this process, one of several, was killed or could not compute on, most likely because another one "
+        "ended: see above, and what the others say, for the first that failed; then start all again, with --run.resume "
+        "true to go on from the newest checkpoint"
     )
     try:
         yield count
         jax.distributed.shutdown()  # waits for the others
     except BaseException as error:
         code = _tell(error)
-        farewell()
+        if not isinstance(error, jax.errors.JaxRuntimeError):  # these may be of a lost connection
+            farewell()
         sys.stdout.flush()
         sys.stderr.flush()
         if is_first():
