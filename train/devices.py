@@ -7,6 +7,7 @@ import pathlib
 
 import jax
 import jax.extend
+from jax.experimental import multihost_utils
 
 MAX_VIRTUAL = 64
 """Virtual CPU devices are made up to this number; more would only thrash."""
@@ -38,6 +39,7 @@ def set_up_devices(count: int, processes: int = 1) -> str:
                 f"the mesh needs {count} devices, but the {processes} processes have {len(found)} {kind} devices in "
                 "all, and each must be used: change --mesh.dp, --mesh.fsdp or --mesh.cp, or the number of processes"
             )
+        multihost_utils.sync_global_devices("devices")  # they connect before any process is busy, see meet
         return f"{count} {found[0].device_kind} devices of {processes} processes"
     if kind != "cpu" and len(found) >= count:
         return f"{count} of {len(found)} {found[0].device_kind} devices"

@@ -31,7 +31,7 @@ from cpjax.train.errors import computing
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
 from cpjax.train.optimizer import make_optimizer, make_schedule
-from cpjax.train.processes import everywhere, is_first, together
+from cpjax.train.processes import everywhere, is_first, meet, together
 from cpjax.train.report import describe_parameters, relative_change
 from cpjax.train.step import (
     init_state,
@@ -63,6 +63,7 @@ def train(config: Config, devices: str) -> int:
     with together():
         check_folder(config)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp)
+    meet(mesh)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
     compute = config.model.dtype if config.model.compute_dtype == "same" else config.model.compute_dtype
     on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -19,7 +20,10 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from cpjax.models.common.sharding import put
 from cpjax.train.errors import InputError, run_command, sentence
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -127,6 +131,26 @@ def _number(name: str, default: str = "") -> int:
     if not value.isdecimal():
         raise ValueError(f"{name} is {value!r}: it must be a whole number")
     return int(value)
+
+
+def meet(mesh: Mesh) -> None:
+    """Has all groups of devices along axes of the mesh connect now; all processes call this at once.
+
+    On CPUs, devices that compute together for the first time wait half a minute for each other, and a compilation can
+    keep some of them longer.
+    """
+    if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
+        return
+    axes = [name for name, size in mesh.shape.items() if size > 1]
+    groups = [group for size in range(len(axes)) for group in itertools.combinations(axes, size + 1)]
+    everyone = P(tuple(axes))
+    sums = jax.shard_map(
+        lambda one: [jax.lax.pcast(jax.lax.psum(one, group), group, to="varying") for group in groups],
+        mesh=mesh,
+        in_specs=everyone,
+        out_specs=everyone,
+    )
+    jax.block_until_ready(jax.jit(sums)(put(np.ones(mesh.size), NamedSharding(mesh, everyone))))
 
 
 def is_first() -> bool:
