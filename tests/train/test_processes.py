@@ -24,7 +24,7 @@ from cpjax.train.processes import DEAD, VARIABLES, join
 from tests.data.common import WORDS, chat, make_folder, write_jsonl
 
 ROOT = pathlib.Path(__file__).parents[2]
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_two_processes_give_the_numbers_of_one(folder, whole):
     for path in whole.rglob("*"):  # nothing is missing
         name = path.relative_to(whole)
         assert "checkpoints" in name.parts or (out / name).exists(), name
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["50", "60"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["30", "40"]
 
 
 def test_killed_stopped_and_resumed_by_another_number_of_processes(folder, whole):
