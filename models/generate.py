@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cpjax.models import family
 from cpjax.models.common.cached import constrain, split_rows
+from cpjax.models.common.sharding import put
 
 MIN_LENGTH = 64
 """Prompts are padded to this many tokens, or twice, four times ... as many."""
@@ -125,7 +126,7 @@ def _place(batch: Mapping[str, tuple[np.ndarray, int]], mesh: Mesh | None) -> di
     if mesh is None:
         return {name: array for name, (array, _) in batch.items()}
     return {
-        name: jax.device_put(array, NamedSharding(mesh, P(*[None] * axis, mesh.axis_names)))
+        name: put(array, NamedSharding(mesh, P(*[None] * axis, mesh.axis_names)))
         for name, (array, axis) in batch.items()
     }
 

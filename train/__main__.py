@@ -16,16 +16,18 @@ def main() -> int:
 
         return plan(config)
     from cpjax.train.devices import set_up_devices
+    from cpjax.train.processes import join
 
-    devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp * config.mesh.tp)
-    if command == "check":
-        from cpjax.train.check import check
+    with join() as processes:
+        devices = set_up_devices(config.mesh.dp * config.mesh.fsdp * config.mesh.cp * config.mesh.tp, processes)
+        if command == "check":
+            from cpjax.train.check import check
 
-        return check(config)
-    from cpjax.train.loop import train
+            return check(config)
+        from cpjax.train.loop import train
 
-    with writing(config.run.out):
-        return train(config, devices)
+        with writing(config.run.out):
+            return train(config, devices)
 
 
 if __name__ == "__main__":

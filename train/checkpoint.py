@@ -26,6 +26,7 @@ from cpjax.models.common.checkpoint import CONFIG
 from cpjax.models.common.sharding import tree_shardings
 from cpjax.train.config import Config, parse_config
 from cpjax.train.errors import InputError
+from cpjax.train.processes import first_text, is_first, together
 from cpjax.train.step import TrainState
 
 FREE = {
@@ -279,12 +280,16 @@ class Checkpoints:
         target = self._target(like, mesh)
         steps = sorted(self._manager.all_steps(), reverse=True)
         for step in steps:
+            reason = ""
             try:
-                return self._read(step, target, like)
+                restored = self._read(step, target, like)
             except (InputError, MemoryError, jax.errors.JaxRuntimeError):  # the checkpoint is not to blame
                 raise
             except Exception as error:  # tensorstore, orbax, json and the file system each have their own
-                self._move_aside(step, error, say)
+                reason = " ".join(str(error).split())[:160] or type(error).__name__
+            if not (reason := first_text(reason)):  # of any process
+                return restored
+            self._move_aside(step, reason, say)
         if steps:
             raise InputError(
                 f"no checkpoint of the run in {self.folder.parent} can be read: put back good ones, or run the command "
@@ -352,15 +357,17 @@ class Checkpoints:
                     f"{need}: resume with the cpjax version and files that the run was started with"
                 )
 
-    def _move_aside(self, step: int, error: Exception, say: Callable[[str], None]) -> None:
+    def _move_aside(self, step: int, reason: str, say: Callable[[str], None]) -> None:
         self._manager.close()
-        aside = self.folder.parent / f"unreadable-{step}"
-        number = 0
-        while aside.exists():
-            number += 1
-            aside = self.folder.parent / f"unreadable-{step}-{number}"
-        os.replace(self.folder / str(step), aside)
-        say(f"checkpoint {step} is incomplete and was moved to {aside}: {' '.join(str(error).split())[:160]}")
+        with together():
+            if is_first():
+                aside = self.folder.parent / f"unreadable-{step}"
+                number = 0
+                while aside.exists():
+                    number += 1
+                    aside = self.folder.parent / f"unreadable-{step}-{number}"
+                os.replace(self.folder / str(step), aside)
+                say(f"checkpoint {step} is incomplete and was moved to {aside}: {reason}")
         self._open()
 
 

@@ -7,28 +7,40 @@ import pathlib
 
 import jax
 import jax.extend
+from jax.experimental import multihost_utils
 
 MAX_VIRTUAL = 64
 """Virtual CPU devices are made up to this number; more would only thrash."""
 
 
-def set_up_devices(count: int) -> str:
+def set_up_devices(count: int, processes: int = 1) -> str:
     """Makes `count` devices available: GPUs where there are enough, otherwise virtual CPU devices.
 
     Call it before anything else of JAX runs. Also turns on JAX's compilation cache.
+
+    Args:
+        processes: that have joined; `count` is of all of them together, and must be all that they have.
 
     Returns:
         One line that says what was chosen, and why.
 
     Raises:
-        ValueError: more devices are needed than can be had.
+        ValueError: more devices are needed than can be had, or several processes have others than are needed.
     """
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "cpjax" / "jax"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache))
-    _prepare_virtual(count)
+    _prepare_virtual(-(-count // processes))
     found = jax.devices()
     kind = found[0].platform
+    if processes > 1:
+        if len(found) != count:
+            raise ValueError(
+                f"the mesh needs {count} devices, but the {processes} processes have {len(found)} {kind} devices in "
+                "all, and each must be used: change --mesh.dp, --mesh.fsdp or --mesh.cp, or the number of processes"
+            )
+        multihost_utils.sync_global_devices("devices")  # they connect before any process is busy, see meet
+        return f"{count} {found[0].device_kind} devices of {processes} processes"
     if kind != "cpu" and len(found) >= count:
         return f"{count} of {len(found)} {found[0].device_kind} devices"
     if kind != "cpu":

@@ -8,15 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from cpjax.models import family, from_pretrained
 from cpjax.models.common.checkpoint import CONFIG, read_json
-from cpjax.models.common.sharding import check_tp, tree_shardings
+from cpjax.models.common.sharding import check_tp
 from cpjax.train.config import Config
 from cpjax.train.data.encode import read_tokenizer
-from cpjax.train.step import Teacher, split_model
+from cpjax.train.step import Teacher, place_arrays, split_model
 
 _SAME = re.compile(r"(vocab_size|token_id|in_channels|patch_size|merge_size|num_position_embeddings)$")
 """Fields of a model's configuration that decide what is in a batch, which both models read."""
@@ -54,8 +53,7 @@ def load_teacher(config: Config, student: Any, mesh: Mesh) -> Teacher:
             "CPUs: use ring, a teacher in float32, or GPUs"
         )
     graphdef, params, buffers = split_model(model)
-    arrays = params | buffers
-    arrays = jax.device_put(arrays, tree_shardings(mesh, arrays))
+    arrays = place_arrays(params | buffers, mesh)
     return Teacher(arrays, graphdef, config.distill.ratio, config.distill.temperature)
 
 

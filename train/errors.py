@@ -29,12 +29,13 @@ def run_command(command: Callable[[], int]) -> int:
     except (ValueError, OSError) as error:
         if sys.flags.dev_mode or (isinstance(error, OSError) and error.filename is None):
             raise
-        print(f"error: {_sentence(error)}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return BAD_INPUT
 
 
-def _sentence(error: ValueError | OSError) -> str:
-    if not isinstance(error, OSError):
+def sentence(error: ValueError | OSError) -> str:
+    """What is wrong, and what to do."""
+    if not isinstance(error, OSError) or error.filename is None:
         return str(error)
     if error.errno in FULL:
         return f"cannot write {error.filename} ({error.strerror}): free space there, and run the command again"

@@ -34,6 +34,7 @@ from cpjax.train.logs import Logs, Trace, check_packages
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import draw_metrics, read_metrics
 from cpjax.train.optimizer import make_optimizer, make_schedule
+from cpjax.train.processes import everywhere, is_first, meet, together
 from cpjax.train.progress import Speed, held_out, show_progress
 from cpjax.train.report import describe_parameters, relative_change
 from cpjax.train.step import (
@@ -41,6 +42,7 @@ from cpjax.train.step import (
     init_state,
     make_train_step,
     merge_model,
+    place_arrays,
     place_batch,
     split_model,
 )
@@ -60,12 +62,14 @@ def train(config: Config, devices: str) -> int:
         ValueError: options that do not fit each other, the devices, or the run in the output folder; nothing has been
             written then.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=not is_first())
     say = console.print
     run, out = config.run, pathlib.Path(config.run.out)
-    check_folder(config)
-    check_packages(run)
+    with together():
+        check_folder(config)
+        check_packages(run)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.cp, config.mesh.tp)
+    meet(mesh)
     layout = layout_from_name(config.mesh.layout, config.mesh.cp)
     compute, on_cpu, transport = config.model.compute, mesh.devices.flat[0].platform == "cpu", config.mesh.transport
     if on_cpu and compute == "bfloat16" and config.mesh.cp > 1 and transport != "ring":
@@ -73,9 +77,10 @@ def train(config: Config, devices: str) -> int:
             f"bfloat16 with --mesh.transport {transport} crashes XLA's compiler for CPUs: use ring, float32, or GPUs"
         )
 
-    task = open_task(config, layout)
-    check_tp(task.model_config, config.mesh.tp, "the model")
-    graphdef, state, optimizer, names = prepare(config, task.model_config, mesh)
+    with together():
+        task = open_task(config, layout)
+        check_tp(task.model_config, config.mesh.tp, "the model")
+        graphdef, state, optimizer, names = prepare(config, task.model_config, mesh)
     teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
     name = class_name(task.model_config)
     schedule = make_schedule(config.optimizer, run.steps)
@@ -95,7 +100,9 @@ def train(config: Config, devices: str) -> int:
     batch, sharder = task.next_batch()
     jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder, teacher)  # what does not fit is said here
 
-    claim_folder(config)
+    with together():
+        if is_first():
+            claim_folder(config)
     checkpoints = Checkpoints(config)
     if run.resume:
         state = shapes_of(state) if checkpoints.last_step is not None else state
@@ -106,7 +113,7 @@ def train(config: Config, devices: str) -> int:
             task.restore(checkpoints.data)
             batch, sharder = task.next_batch()
     first = int(state.step)
-    log, trace = Logs(config, first), Trace(run.profiled(first), out / "profile")
+    log, trace = Logs(config, first) if is_first() else None, Trace(run.profiled(first), out / "profile")
     all_sizes = sum(array.size for array in (state.params | state.frozen).values())
     speed = Speed(mesh, task.model_config, 1 - frozen_size / all_sizes, teacher and teacher.config)
 
@@ -134,7 +141,7 @@ def train(config: Config, devices: str) -> int:
     with (
         computing(),
         contextlib.closing(checkpoints),
-        contextlib.closing(log),
+        contextlib.closing(log) if log else contextlib.nullcontext(),
         contextlib.closing(trace),
         catch_signals() as caught,
         show_progress(console, first, run.steps) as advance,
@@ -149,10 +156,12 @@ def train(config: Config, devices: str) -> int:
             record |= speed.record(used, record["tokens"], time.perf_counter() - started)
             trace.end(step)
             broken = record["nonfinite"] >= run.max_nonfinite
-            stop = bool(caught) or broken or step == run.steps
+            signals = everywhere(caught)
+            stop = bool(signals) or broken or step == run.steps
             if step % run.eval_every == 0 or step == run.steps:
                 record |= evaluate(state.best, state.frozen)
-            log.write(record)
+            if log:
+                log.write(record)
             if step % run.save_every == 0 or stop or checkpoints.is_best(record):
                 checkpoints.save(state, step, record, position)
             advance(record)
@@ -162,7 +171,8 @@ def train(config: Config, devices: str) -> int:
     done = int(state.step)
     if broken:
         replay = out / f"nonfinite-{done}.npz"
-        np.savez(replay, **used)  # type: ignore[arg-type]
+        if is_first():
+            np.savez(replay, **used)  # type: ignore[arg-type]
         say(
             f"stopped after step {done}: the loss or a gradient of the last {int(state.nonfinite)} steps was not "
             f"finite; they changed no parameter, the state is saved in checkpoint {done}, and the batch of step "
@@ -172,27 +182,30 @@ def train(config: Config, devices: str) -> int:
     python = shlex.quote(os.path.relpath(sys.executable) if sys.prefix.startswith(os.getcwd()) else sys.executable)
     resume = f"{python} -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
     if done < run.steps:
-        say(f"stopped by {caught[0].name} after step {done}, which is saved; continue with\n{resume}")
-        return 128 + caught[0]
+        say(f"stopped by {signals[0].name} after step {done}, which is saved; continue with\n{resume}")
+        return 128 + signals[0]
 
-    records = read_metrics(out / "metrics.jsonl")
     best = checkpoints.best_step or done
-    result = next(record for record in records if record["step"] == best)
     if best < done:
         state = shapes_of(state)
         with contextlib.closing(Checkpoints(config)) as kept:
             state = kept.read(best, state, mesh)
-    draw_metrics(records, out / "curves.png", f"{task.describe()[0]}\ncp {layout.cp}, {layout.name} layout")
+    result: dict[str, Any] = {}
+    if is_first():
+        records = read_metrics(out / "metrics.jsonl")
+        result = next(record for record in records if record["step"] == best)
+        draw_metrics(records, out / "curves.png", f"{task.describe()[0]}\ncp {layout.cp}, {layout.name} layout")
     model, adapter, export = merge_model(graphdef, state.best, state.frozen), out / "adapter", out / "export"
     if config.lora.rank:
         save_adapter(model, adapter, config.lora, os.path.abspath(config.model.path))
         merge_adapters(model)
     if exported := not config.lora.rank or config.lora.merge:
         save_pretrained(model, export, companions=config.model.path or None)
-        task.write_card(export, result, name)
+        if is_first():
+            task.write_card(export, result, name)
     _, *initial = split_model(make_base(config, task.model_config, mesh))
     _, *final = split_model(model)
-    changes = relative_change(initial[0] | initial[1], final[0] | final[1], names)
+    changes = relative_change(place_arrays(initial[0] | initial[1], mesh), final[0] | final[1], names)
     say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
         + " (change since the start, relative to the norm)")  # fmt: skip
     for line in held_out(result):

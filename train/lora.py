@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.models.common.checkpoint import Weight, named_tensors, new_folder, read_json, write_tensors
 from cpjax.models.common.layers import Linear
+from cpjax.models.common.sharding import to_host
 from cpjax.train.config import LoraConfig
 from cpjax.train.errors import run_command
 from cpjax.train.patterns import find, projections
@@ -199,6 +200,8 @@ def save_adapter(model: Any, folder: pathlib.Path, options: LoraConfig, base: st
         options: those that the adapters were made with.
         base: absolute path of the model that they adapt, for whoever loads them.
 
+    Of several processes, all of which must call this, the first one writes.
+
     Raises:
         ValueError: the folder holds something other than an earlier adapter.
     """
@@ -218,9 +221,12 @@ def save_adapter(model: Any, folder: pathlib.Path, options: LoraConfig, base: st
         "inference_mode": True,
     }
     adapters = nnx.state(model, nnx.LoRAParam)
+    tensors = {name: to_host(tensor) for name, tensor in named_tensors(table, adapters)}
+    if jax.process_index() > 0:
+        return
     with new_folder(folder, lambda name: name in (CONFIG, TENSORS, "README.md")) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_tensors(dict(named_tensors(table, adapters)), new / TENSORS)
+        write_tensors(tensors, new / TENSORS)
 
 
 def _target_modules(model: Any, adapters: Sequence[Weight]) -> list[str]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy
@@ -217,4 +217,4 @@ def make_loss_step(
         valid = jnp.sum(batch["labels"] != IGNORE)  # before anything is sharded
         return jnp.stack([loss, valid])
 
-    return jax.jit(loss_step)
+    return jax.jit(loss_step, out_shardings=NamedSharding(mesh, P()))

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy, distillation_loss
 from cpjax.mesh import compiler_options
-from cpjax.models.common.sharding import assemble, cp_axes, cp_specs, tree_shardings
+from cpjax.models.common.sharding import assemble, cp_axes, cp_specs, put, tree_shardings
 from cpjax.shard import IGNORE, Sharder
 from cpjax.train.dropout import draw_anew, start_dropout
 from cpjax.train.optimizer import moving_average
@@ -153,9 +153,14 @@ def init_state(
         zero = jnp.zeros((), jnp.int32)
         return TrainState({}, {}, optimizer.init(params), zero, zero, wide, LossScale.start() if scaled else None)
 
-    params, frozen = jax.device_put((params, frozen), tree_shardings(mesh, (params, frozen)))
+    params, frozen = place_arrays((params, frozen), mesh)
     state = jax.jit(rest, out_shardings=tree_shardings(mesh, jax.eval_shape(rest, params)))(params)
     return dataclasses.replace(state, params=params, frozen=frozen)
+
+
+def place_arrays(tree: Any, mesh: Mesh) -> Any:
+    """Puts parameters, which every process holds whole or which are on the mesh already, where they live on it."""
+    return jax.tree.map(put, tree, tree_shardings(mesh, tree))
 
 
 def _wide(array: jax.Array) -> Any:
@@ -164,6 +169,8 @@ def _wide(array: jax.Array) -> Any:
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> Arrays:
     """Puts a host batch on the mesh: rows split over dp and fsdp, tokens whole on every cp rank.
+
+    Every process gives the whole batch.
 
     Raises:
         ValueError: the rows cannot be split evenly.
@@ -175,7 +182,7 @@ def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> Arrays:
             f"make the batch size a multiple of {parts}"
         )
     return {
-        name: jax.device_put(array, NamedSharding(mesh, P(*[None] * _row_axis(name, array), ("dp", "fsdp"))))
+        name: put(array, NamedSharding(mesh, P(*[None] * _row_axis(name, array), ("dp", "fsdp"))))
         for name, array in batch.items()
     }
 
@@ -388,4 +395,4 @@ def make_eval_step(
         by_rank = run_model(predict, graphdef, mesh, params, frozen, batch, out_specs=P(None, "cp"))
         return jnp.take(by_rank, sharder.inverse(), axis=1)
 
-    return jax.jit(eval_step)
+    return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))  # any process reads all of it

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from cpjax.models.common.sharding import parameter_sharding
+from cpjax.models.common.sharding import parameter_sharding, to_host
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 COMPANIONS = (
@@ -246,9 +246,15 @@ def save(
 
     The folder appears whole or not at all: it is written beside its place under another name, then renamed.
 
+    Of several processes, all of which must call this, the first one writes.
+
     Raises:
         ValueError: `path` is a file, or a folder that holds anything but an earlier export.
     """
+    if jax.process_index() > 0:
+        for _, tensor in named_tensors(weights, model):
+            to_host(tensor)
+        return
     with new_folder(path, _is_export) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write(named_tensors(weights, model), new, max_shard_bytes)
@@ -290,13 +296,13 @@ def new_folder(path: pathlib.Path, is_own: Callable[[str], bool]) -> Iterator[pa
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_tensors(tensors: Mapping[str, Any], path: pathlib.Path) -> None:
+def write_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
     """Writes a safetensors file as transformers does; those who may read its folder may read it.
 
     Raises:
         OSError: it cannot be written.
     """
-    arrays = {name: np.ascontiguousarray(jax.device_get(value)) for name, value in tensors.items()}
+    arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     try:
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -325,7 +331,7 @@ def _write(tensors: Iterator[tuple[str, Any]], folder: pathlib.Path, max_shard_b
         shard.clear()
 
     for name, value in tensors:
-        tensor = np.ascontiguousarray(jax.device_get(value))
+        tensor = np.ascontiguousarray(to_host(value))
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()
             size = 0

@@ -19,8 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cpjax.mesh import ROW_AXES, splitting_axes
@@ -111,6 +113,21 @@ def tree_shardings(mesh: Mesh, tree: Any) -> Any:
         return parameter_sharding(mesh, leaf.shape, names[-1] if names else "")
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def put(array: Any, sharding: NamedSharding) -> jax.Array:
+    """Places an array that every process holds whole, each on its own devices; one on all of them may move."""
+    if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return jax.device_put(array, sharding)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """All of an array, which every process must ask for if it is split over them."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def cp_specs(names: Iterable[str], axes: Mapping[str, int]) -> dict[str, PartitionSpec]:
