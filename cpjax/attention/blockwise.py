@@ -183,8 +183,10 @@ def backward(
             p = jnp.exp(scores - peak_tile) * weight
             p = jnp.where(mask.swapaxes(1, 2)[:, None, :, None], p, 0)
             ds = p * (product(v, grad_tile, (3,), (4,)) - delta_tile) * slope
-            dkv = _add(dkv, product(ds.astype(q.dtype), q_tile, (3, 4), (2, 3)), j, head)
-            dkv = _add(dkv, product(p.astype(q.dtype), grad_tile, (3, 4), (2, 3)), j, head, rule.values)
+            dk = product(ds.astype(q.dtype), q_tile, (3, 4), (2, 3))
+            dv = product(p.astype(q.dtype), grad_tile, (3, 4), (2, 3))
+            part = jnp.concatenate([dk, dv], -1) if rule.values else dk + dv
+            dkv = _put(dkv, _take(dkv, j, head, heads) + part, j, head)  # at once: of two updates, one may copy dkv
             # Not in bfloat16: XLA's CPU backend has no such product with the contracted axis first.
             return dq_tile + product(k.astype(dtype), ds, (2,), (2,)), dkv
 
@@ -246,15 +248,5 @@ def _take(x: jax.Array, i: jax.Array, head: jax.Array, heads: int) -> jax.Array:
 
 def _put(x: jax.Array, tile: jax.Array, i: jax.Array, head: jax.Array) -> jax.Array:
     """Inverse of `_take`."""
-    return lax.dynamic_update_slice(x, tile[None], _start(x, i, head, 0))
-
-
-def _add(x: jax.Array, tile: jax.Array, i: jax.Array, head: jax.Array, column: int = 0) -> jax.Array:
-    """Adds to columns `column` .. of heads of tile i."""
-    start = _start(x, i, head, column)
-    old = lax.dynamic_slice(x, start, (1, *tile.shape))
-    return lax.dynamic_update_slice(x, old + tile, start)
-
-
-def _start(x: jax.Array, i: jax.Array, head: jax.Array, column: int) -> list[jax.Array]:
-    return [jnp.int32(s) for s in (i, 0, head, *[0] * (x.ndim - 4), column)]
+    start = [jnp.int32(s) for s in (i, 0, head, *[0] * (x.ndim - 3))]
+    return lax.dynamic_update_slice(x, tile[None], start)

@@ -68,6 +68,15 @@ def test_memory_is_flat_at_a_fixed_local_length():
     assert max(temps) <= 1.05 * temps[0] + in_flight
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_loops_over_tiles_copy_no_whole_array(heads):
+    """Gradients of keys are updated in place: a copy of all of them for each pair of tiles was seen once."""
+    text = compiled(1, 2048, "ring", heads=heads, width=64).as_text() or ""
+    found = {name: body for name, body in re.findall(r"^%(\S+) \((.*?)^}", text, re.M | re.S) if " while(" not in body}
+    inner = {name: body for name, body in found.items() if "fused" not in name and "wrapped" not in name}
+    assert len(inner) > 5 and not re.findall(r"= f32\[16,1,\S* copy\(.*", "".join(inner.values()))
+
+
 def test_other_mesh_axes_stay_automatic():
     """Rows over dp, heads over tp: XLA partitions the body and adds no collective but the union of the rows' tiles."""
     mesh = jax.make_mesh((2, 2, 2), ("dp", "cp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
