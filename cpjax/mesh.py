@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -31,6 +32,16 @@ def device_platform() -> str:
     """Kind of the devices that the code being traced is for, "cpu" or "gpu": those of the mesh in context, if any."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device is not None else jax.default_backend()
+
+
+def splitting_axes(names: Sequence[str], size: int) -> tuple[str, ...]:
+    """Those of the automatic axes of the mesh in context, of more than one device, that together divide `size`."""
+    mesh, found = jax.sharding.get_abstract_mesh(), tuple[str, ...]()
+    for name in names:
+        many = name in mesh.auto_axes and mesh.shape[name] > 1
+        if many and size % math.prod(mesh.shape[n] for n in (*found, name)) == 0:
+            found = (*found, name)
+    return found
 
 
 def make_mesh(
