@@ -164,7 +164,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def load(
     abstract: nnx.Module,
-    weights: Sequence[Weight],
+    tables: Sequence[Sequence[Weight]],
     path: pathlib.Path,
     *,
     mesh: Mesh | None,
@@ -177,7 +177,7 @@ def load(
     and with several hosts each reads only what its devices need.
 
     Args:
-        weights: the family's table.
+        tables: the family's; the first of which the folder has all tensors counts, or else the first.
         path: the folder.
         mesh: places parameters by `parameter_sharding`; None: the default device.
         dtype: of the parameters; None: each as on disk.
@@ -190,6 +190,8 @@ def load(
     shapes = {name: leaf.shape for name, leaf in leaves_by_path(state).items()}
     with contextlib.ExitStack() as stack:
         folder = Folder(path, stack)
+        names = folder.names
+        weights = next((table for table in tables if names.issuperset(n for w in table for n in w.names)), tables[0])
         _check(folder, weights, shapes)
         values = {}
         for weight in weights:

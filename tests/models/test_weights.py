@@ -46,7 +46,7 @@ def test_there_and_back(name, tmp_path):
     checkpoint.save(table, model, {}, tmp_path / "out", 10**9)
     abstract = nnx.eval_shape(Gated)
     for mesh in (None, make_mesh(fsdp=4), make_mesh(fsdp=2, cp=2)):
-        again = checkpoint.load(abstract, table, tmp_path / "out", mesh=mesh, dtype=None, dropped="none")
+        again = checkpoint.load(abstract, [table], tmp_path / "out", mesh=mesh, dtype=None, dropped="none")
         np.testing.assert_array_equal(again.gate[...], gate)
         np.testing.assert_array_equal(again.up[...], up)
     assert len(make_mesh(fsdp=4).devices.flat) == len(again.up[...].sharding.device_set) == 4
