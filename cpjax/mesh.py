@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 
 AXES = ("dp", "fsdp", "cp", "tp")
 
-ROW_AXES = ("dp", "fsdp", "cp")
-"""Axes that split the rows of a batch; cp does where it is automatic, as in generation."""
+ROW_AXES = ("cp", "dp", "fsdp")
+"""Axes that split the rows of a batch, in the order of the mesh; cp does where it is automatic, as in generation."""
 
 HEAD_AXES = ("tp",)
 """Axes that split the heads of attention."""
@@ -74,4 +74,8 @@ def make_mesh(
             f"a mesh of dp {dp} x fsdp {fsdp} x cp {cp} x tp {tp} needs {needed} devices, but there are {len(devices)} "
             f"({devices[0].platform}): lower one of the four, or start with more devices"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 4, devices=devices[:needed])
+    mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 4, devices=devices[:needed])
+    # Where rows are made manual inside of cp's shard_map, XLA of jax 0.12 aborts unless cp is the first axis by name.
+    names = sorted(AXES, key=lambda name: name != "cp")
+    order = [AXES.index(name) for name in names]
+    return jax.sharding.Mesh(mesh.devices.transpose(order), names, axis_types=mesh.axis_types)

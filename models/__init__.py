@@ -18,6 +18,7 @@ __all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_na
 
 _FAMILIES = {
     "qwen3_5": "cpjax.models.qwen3_5",
+    "qwen3_5_moe": "cpjax.models.qwen3_5_moe",
 }
 
 
@@ -25,7 +26,10 @@ def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
-    `forward_flops`, `reduced`, `synthetic_row`, and for `cpjax.models.generate` a `prefill` and a `decode`.
+    `forward_flops`, `reduced`, `synthetic_row`, and for `cpjax.models.generate` a `prefill` and a `decode`. A folder may
+    also be laid out as `stacked_weights` says, if there are any. A model whose layers have routers has `router_loss`,
+    what their balance loss is multiplied by, and `outputs`, which takes what a call does and returns hidden states and
+    `experts.RouterSums`.
 
     Raises:
         ValueError: no such family.
@@ -51,7 +55,8 @@ def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dt
     module = family(str(source.get("model_type")))
     config = module.Config.from_dict(source)
     abstract = nnx.eval_shape(lambda: module.Model(config, rngs=nnx.Rngs(0)))
-    return checkpoint.load(abstract, module.weights(config), path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
+    tables = [layout(config) for layout in (module.weights, getattr(module, "stacked_weights", None)) if layout]
+    return checkpoint.load(abstract, tables, path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
 
 
 def save_pretrained(

@@ -109,7 +109,8 @@ def add_adapters(model: Any, options: LoraConfig, seed: int = 0) -> None:
         ValueError: a bad pattern, see `find`, or a projection that is both to be adapted and to be trained whole.
     """
     table = family(model.config.model_type).weights(model.config)
-    candidates = projections(table)
+    linears = {path for path, _ in _linears(model)}  # as in PEFT, kernels that are stacked by expert are no targets
+    candidates = [weight for weight in projections(table) if weight.path in linears]
     found = find("lora.targets pattern", options.targets, {weight.path: weight.names for weight in candidates})
     chosen = {path for paths in found for path in paths}
     keys = iter(jax.random.split(jax.random.key(seed), len(chosen)))

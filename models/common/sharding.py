@@ -16,7 +16,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cpjax.mesh import ROW_AXES, splitting_axes
+
+Hidden = TypeVar("Hidden")
+"""Hidden states [B, L, E], or a tree of them and of sums."""
 
 SMALLEST = 1 << 12
 """Numbers of a layer below which an array is whole on every rank: it costs more to gather than to hold."""
@@ -156,14 +159,18 @@ def assemble(model: nnx.Module, axes: Mapping[str, int]) -> None:
         module.parts = tuple(parts[prefix])
 
 
-def gather_layer(layer: Any, hidden: jax.Array) -> jax.Array:
-    """Gathers the parameters of one layer, and splits the hidden states [B, ..] that enter it by rows."""
+def gather_layer(layer: Any, hidden: Hidden) -> Hidden:
+    """Gathers the parameters of one layer, and splits the hidden states [B, L, E] that enter it by rows."""
     for name, axis in layer.parts:
         _gather(layer, name, axis)
     _gather_automatic(layer)
-    if _automatic_axes():
-        hidden = lax.with_sharding_constraint(hidden, PartitionSpec(splitting_axes(ROW_AXES, len(hidden))))
-    return hidden
+    if not _automatic_axes():
+        return hidden
+
+    def split(x: jax.Array) -> jax.Array:  # other arrays that go through the layers are sums over tokens
+        return lax.with_sharding_constraint(x, PartitionSpec(splitting_axes(ROW_AXES, len(x)))) if x.ndim == 3 else x
+
+    return jax.tree.map(split, hidden)
 
 
 def _gather_automatic(model: nnx.Module, stacks: Sequence[str] = ()) -> None:

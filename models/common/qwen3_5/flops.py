@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cpjax.models.qwen3_5.config import FULL, Config, TextConfig, VisionConfig
+from cpjax.models.common.qwen3_5.config import FULL, Config, TextConfig, VisionConfig
 
 
 def forward_flops(config: Config, batch: Mapping[str, np.ndarray]) -> float:
@@ -21,7 +21,7 @@ def forward_flops(config: Config, batch: Mapping[str, np.ndarray]) -> float:
     full = text.types.count(FULL)
     linear = text.num_hidden_layers - full
     per_token = full * _full(text) + linear * _linear(text) + text.hidden_size * text.vocab_size
-    per_token += text.num_hidden_layers * 3 * text.hidden_size * text.intermediate_size
+    per_token += text.num_hidden_layers * text.mlp_products
     pairs = (documents * (documents + 1)).sum() / 2
     flops = 2 * per_token * documents.sum() + 4 * full * text.num_attention_heads * text.head_dim * pairs
     if "vision_segment_ids" in batch:

@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from cpjax.models.qwen3_5.config import Config
-from cpjax.models.qwen3_5.prepare import Media, Row
+from cpjax.models.common.qwen3_5.config import Config
+from cpjax.models.common.qwen3_5.prepare import Media, Row
 from cpjax.shard import IGNORE
 
 
@@ -18,10 +18,11 @@ def reduced(config: Config) -> Config:
     The large epsilon of its norms keeps rounding small, so that differences of 1e-5 in float32 mean something.
     """
     text, size = config.text, 64
+    widths = {f.name: 96 for f in dataclasses.fields(text) if f.name.endswith("intermediate_size")}
     return dataclasses.replace(
         config,
         text=dataclasses.replace(
-            text, vocab_size=128, hidden_size=size, intermediate_size=96, num_hidden_layers=text.period,
+            text, vocab_size=128, hidden_size=size, num_hidden_layers=text.period, **widths,
             layer_types=text.types[: text.period], head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16,
             partial_rotary_factor=0.5, mrope_section=(2, 1, 1), rms_norm_eps=1e-2, pad_token_id=0,
         ),
