@@ -16,13 +16,35 @@ from jax import lax
 from cpjax.varying import vary_over, varying_axes
 
 
+def check_axis(axis_name: str, size: int) -> None:
+    """Whether the code being traced runs on `size` ranks.
+
+    Raises:
+        ValueError: outside of a `shard_map` that is manual over `axis_name`, or on one of another number of ranks.
+    """
+    try:
+        found = lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"a sharder of {size} ranks was used outside of a shard_map that is manual over the mesh axis "
+            f"{axis_name!r}: call it inside of one"
+        ) from None
+    if found != size:
+        raise ValueError(
+            f"a sharder of {size} ranks was used on a mesh whose axis {axis_name!r} has {found}: make the layout for "
+            "that many"
+        )
+
+
 def permute(x: jax.Array, axis_name: str, size: int, shift: int) -> jax.Array:
     """What rank - shift holds; `size` ranks in a circle."""
+    check_axis(axis_name, size)
     return lax.ppermute(x, axis_name, [(r, (r + shift) % size) for r in range(size)])
 
 
 def all_gather(x: jax.Array, axis_name: str, size: int) -> jax.Array:
     """[...] -> [size, ...], in the order of ranks. Transposes to a reduce-scatter."""
+    check_axis(axis_name, size)
     if _alone():
         return lax.all_gather(x, axis_name)
     rank, out = lax.axis_index(axis_name), _like(x, size)
@@ -39,6 +61,7 @@ def all_to_all(x: jax.Array, axis_name: str, size: int) -> jax.Array:
         x: [members, ...].
         size: number of ranks, a multiple of the members.
     """
+    check_axis(axis_name, size)
     members = x.shape[0]
     groups = [list(range(first, first + members)) for first in range(0, size, members)]
     if _alone():

@@ -26,10 +26,10 @@ def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
-    `forward_flops`, `reduced`, `synthetic_row`, and for `cpjax.models.generate` a `prefill` and a `decode`. A folder may
-    also be laid out as `stacked_weights` says, if there are any. A model whose layers have routers has `router_loss`,
-    what their balance loss is multiplied by, and `outputs`, which takes what a call does and returns hidden states and
-    `experts.RouterSums`.
+    `forward_flops`, `reduced`, `synthetic_row`, and for `cpjax.models.generate` a `prefill` and a `decode`. A folder
+    may also be laid out as `stacked_weights` says, if there are any. A model whose layers have routers has
+    `router_loss`, what their balance loss is multiplied by, and `outputs`, which takes what a call does and returns
+    hidden states and `experts.RouterSums`.
 
     Raises:
         ValueError: no such family.

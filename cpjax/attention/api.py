@@ -169,6 +169,11 @@ def _check(q: Any, k: Any, v: Any, sharder: Sharder, mask: Mask, sinks: Any, sca
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"attention was given {q.dtype} arrays: convert them to a floating dtype first")
+    if sharder.places is not None and mask.document_ids is None and mask.padding_mask is None:
+        raise ValueError(
+            "attention was given a sharder of documents that are padded one by one, and nothing says which tokens are "
+            "pads: give mask.document_ids (or padding_mask), taken from the batch like q"
+        )
     bounded = mask.causal or mask.padding_mask is not None or mask.document_ids is not None or mask.slices is not None
     if not bounded and sharder.length < sharder.padded_length:
         raise ValueError(

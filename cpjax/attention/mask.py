@@ -39,7 +39,7 @@ class Mask:
             positions, `cpjax.shard.SliceKind` (which kinds there are is checked where the array is NumPy's). A pair is
             allowed if any slice allows it: causal ones are aligned at the bottom right, j - k_end <= i - q_end, inverse
             causal ones at the top left, j - k_start >= i - q_start. An empty slice allows nothing, so that batches with
-            fewer slices share a program.
+            fewer slices share a program. Slices restrict a causal mask; for slices alone say causal=False.
         longest_document: static, the caller's promise that documents are contiguous and none is longer: the ring then
             skips hops that are too far for any document.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -47,7 +49,7 @@ def attend_blocks(
     Raises:
         ValueError: shapes that do not fit each other or the sharder.
     """
-    _check(q, k, v, blocks, block, document_ids, sharder)
+    _check(q, k, v, blocks, block, scale, document_ids, sharder)
     (batch, length, heads, width), kv_heads = q.shape, k.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     factor = width**-0.5 if scale is None else scale
@@ -98,9 +100,16 @@ def _check(
     v: jax.Array,
     blocks: jax.Array,
     block: int,
+    scale: float | None,
     document_ids: jax.Array | None,
     sharder: Sharder,
 ) -> None:
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(
+            f"attend_blocks was given q {q.dtype}, k {k.dtype}, v {v.dtype}: convert them to one floating dtype first"
+        )
+    if scale is not None and (isinstance(scale, jax.core.Tracer) or not math.isfinite(scale)):
+        raise ValueError(f"attend_blocks was given scale={scale}: give a finite number that is known when it is traced")
     if block < 1:
         raise ValueError(f"attend_blocks was given block={block}: it must be at least 1")
     if not q.ndim == k.ndim == v.ndim == blocks.ndim == 4 or (

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cpjax.shard.layout import Layout, Packed
-from cpjax.shard.packing import documents_to_cu_seqlens, pack
+from cpjax.shard.packing import as_bool, documents_to_cu_seqlens, pack
 from cpjax.shard.sharder import Sharder, make_sharder
 
 IGNORE = -100
@@ -106,9 +106,17 @@ def make_batch(
     for name, kinds in _KINDS.items():
         if name in arrays and arrays[name].dtype.kind not in kinds:
             raise ValueError(f"{name} has dtype {arrays[name].dtype}: make it int32")
+        if (
+            name in arrays
+            and arrays[name].size
+            and np.abs(arrays[name].astype(np.int64)).max() > np.iinfo(np.int32).max
+        ):
+            raise ValueError(f"{name} has numbers up to {np.abs(arrays[name]).max()}, which int32 does not hold")
+        if name in arrays:
+            arrays[name] = arrays[name].astype(np.int32)
 
     _masks_to_padding(arrays, (rows, length))
-    padding = arrays.setdefault("padding_mask", np.zeros((rows, length), bool)).astype(bool)
+    padding = as_bool("padding_mask", arrays.get("padding_mask", np.zeros((rows, length), bool)))
     arrays["padding_mask"] = padding
     given = layout if isinstance(layout, Sharder) else None
     layout = layout.layout if isinstance(layout, Sharder) else layout

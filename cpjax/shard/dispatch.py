@@ -72,7 +72,10 @@ def dispatch(slices: Any, length: int, layout: Dispatched, *, axis_name: str = "
 
 def chunk_areas(slices: Any, length: int, padded_length: int, chunk_size: int) -> np.ndarray:
     """int64 [T / chunk_size]: allowed pairs of the queries of each chunk."""
-    slices = np.asarray(slices, np.int64)
+    slices = np.asarray(slices)
+    if slices.size and slices.dtype.kind not in "iu":
+        raise ValueError(f"slices have dtype {slices.dtype}: they must be integers")
+    slices = slices.astype(np.int64)
     if slices.ndim != 2 or slices.shape[1] != 5:
         raise ValueError(
             f"slices have shape {slices.shape}: they must be [N, 5] of q_start, q_end, k_start, k_end and kind"

@@ -47,7 +47,7 @@ def pack(
             "be [documents + 1], start at 0 and never descend"
         )
     length = int(cu_seqlens[-1])
-    pads = np.zeros(length, bool) if padding_mask is None else np.asarray(padding_mask, bool).reshape(-1)
+    pads = np.zeros(length, bool) if padding_mask is None else as_bool("padding_mask", padding_mask).reshape(-1)
     if pads.size != length:
         raise ValueError(f"padding_mask holds {pads.size} tokens, but cu_seqlens ends at {length}: they must agree")
     if rows < 1 or length % rows or not np.isin(np.arange(rows) * (length // rows), cu_seqlens).all():
@@ -84,6 +84,18 @@ def pack(
         table = table.astype(np.int32)
     places = np.where(pads, -1, places).astype(np.int32)
     return Sharder(layout, length, padded_length, axis_name, rows, table, places)
+
+
+def as_bool(name: str, mask: Any) -> np.ndarray:
+    """A mask of bool, or of numbers 0 and 1.
+
+    Raises:
+        ValueError: it holds anything else.
+    """
+    mask = np.asarray(mask)
+    if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"{name} of dtype {mask.dtype} holds other than True and False: make it bool")
+    return mask.astype(bool)
 
 
 def documents_to_cu_seqlens(document_ids: np.ndarray, padding_mask: np.ndarray) -> np.ndarray:

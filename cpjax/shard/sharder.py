@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cpjax.exchange import all_gather
+from cpjax.exchange import all_gather, check_axis
 from cpjax.shard.layout import Contiguous, Layout, Rank, TableLayout, invert
 
 
@@ -81,18 +81,7 @@ class Sharder:
         """
         if self.cp == 1:
             return 0
-        try:
-            size = jax.lax.axis_size(self.axis_name)
-        except NameError:
-            raise ValueError(
-                f"a sharder of {self.cp} ranks was used outside of a shard_map that is manual over the mesh axis "
-                f"{self.axis_name!r}: call it inside of one"
-            ) from None
-        if size != self.cp:
-            raise ValueError(
-                f"a sharder of {self.cp} ranks was used on a mesh whose axis {self.axis_name!r} has {size}: make the "
-                "layout for that many"
-            )
+        check_axis(self.axis_name, self.cp)
         return jax.lax.axis_index(self.axis_name)
 
     def indices(self, rank: Rank) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import Mask, attention, plan_transport
-from cpjax.shard import Zigzag, layout_from_name, make_sharder
+from cpjax.shard import Packed, Zigzag, layout_from_name, make_sharder, pack
 from tests.attention.common import assert_equal, documents_of, mesh_of, problem, solve, solve_numpy
 
 pytestmark = pytest.mark.usefixtures("short_tiles")
@@ -186,11 +186,22 @@ def test_a_traced_scale_raises():
         jax.jit(lambda scale: call(scale=scale))(1.0)
 
 
+def test_pads_of_packed_documents_must_be_known():
+    x = jnp.zeros((1, 10, 2, 4))
+    with pytest.raises(ValueError, match=r"padded one by one.*give mask.document_ids"):
+        attention(x, x, x, sharder=pack([0, 11, 16, 32], Packed(4)), mask=Mask())
+
+
 def test_a_mesh_of_another_size_raises():
     sharder = make_sharder(16, Zigzag(2))
     on_four = jax.shard_map(sharder.take_local, mesh=mesh_of(4), in_specs=P(), out_specs=P(None, "cp"))
     with pytest.raises(ValueError, match="a sharder of 2 ranks was used on a mesh whose axis 'cp' has 4"):
         on_four(jnp.zeros((1, 16)))
+    gather = jax.shard_map(sharder.gather, mesh=mesh_of(4), in_specs=P(None, "cp"), out_specs=P(None, "cp"))
+    with pytest.raises(ValueError, match="a sharder of 2 ranks was used on a mesh whose axis 'cp' has 4"):
+        gather(jnp.zeros((1, 32)))
+    with pytest.raises(ValueError, match="outside of a shard_map"):
+        sharder.gather(jnp.zeros((1, 8)))
 
 
 def test_wrong_layout_length_raises():

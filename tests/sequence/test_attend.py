@@ -72,6 +72,10 @@ def test_what_does_not_fit_is_refused():
     for block in (0, -4):
         with pytest.raises(ValueError, match=f"block={block}: it must be at least 1"):
             attend_blocks(q, k, k, blocks, block=block, sharder=sharder)
+    with pytest.raises(ValueError, match="scale=nan: give a finite number"):
+        attend_blocks(q, k, k, blocks, block=4, sharder=sharder, scale=float("nan"))
+    with pytest.raises(ValueError, match=r"k int32.*one floating dtype"):
+        attend_blocks(q, k.astype(jnp.int32), k, blocks, block=4, sharder=sharder)
     with pytest.raises(ValueError, match="no size of 0"):
         attend_blocks(q, k, k, blocks[..., :0], block=4, sharder=sharder)
     with pytest.raises(ValueError, match=r"document_ids of shape \(1, 4\)"):
