@@ -18,6 +18,7 @@ __all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_na
 
 _FAMILIES = {
     "qwen3_5": "cpjax.models.qwen3_5",
+    "step3p7": "cpjax.models.step3p7",
 }
 
 

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cpjax.models.common.layers import Buffer
 from cpjax.models.common.sharding import parameter_sharding
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -44,7 +45,7 @@ class Weight:
         path: dotted path of the parameter in the model's state.
         names: tensor on disk, or one for each entry of the first axis of a stacked parameter.
         stacked: whether the first axis runs over `names`.
-        transpose: the tensor on disk is [out, in], ours [in, out].
+        transpose: the tensor on disk is [..., out, in], ours [..., in, out].
         disk_shape: shape on disk where it is not just that, e.g. a convolution that we keep as a matrix.
     """
 
@@ -57,20 +58,25 @@ class Weight:
     def shape_on_disk(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of each tensor on disk, for a parameter of the given shape."""
         own = tuple(shape[1:] if self.stacked else shape)
-        return self.disk_shape or (own[::-1] if self.transpose else own)
+        return self.disk_shape or (_turned(own) if self.transpose else own)
 
     def to_disk(self, value: Any) -> Iterator[tuple[str, Any]]:
         """Name and tensor of each part of the parameter."""
         for i, name in enumerate(self.names):
             own = value[i] if self.stacked else value
-            own = own.T if self.transpose else own
+            own = own.swapaxes(-1, -2) if self.transpose else own
             yield name, own if self.disk_shape is None else own.reshape(self.disk_shape)
+
+
+def _turned(axes: Sequence[Any]) -> tuple[Any, ...]:
+    """With the last two swapped."""
+    return (*axes[:-2], axes[-1], axes[-2])
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a parameter-shaped tree (a module, its state, or dicts of arrays) by dotted path."""
     if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree, nnx.Param)
+        tree = nnx.state(tree, nnx.Any(nnx.Param, Buffer))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     # A state's variables add an attribute key, which is no part of the path.
     return {".".join(str(key.key) for key in path if hasattr(key, "key")): leaf for path, leaf in leaves}
@@ -219,9 +225,9 @@ def _read(folder: Folder, weight: Weight, shape: Sequence[int], dtype: Any, inde
     def part(name: str) -> np.ndarray:
         tensor = folder.tensor(name)
         if weight.disk_shape is not None:
-            value = tensor[:].reshape(own_shape[::-1] if weight.transpose else own_shape)
-            return (value.T if weight.transpose else value)[own_index]
-        return tensor[own_index[::-1]].T if weight.transpose else tensor[own_index]
+            value = tensor[:].reshape(_turned(own_shape) if weight.transpose else own_shape)
+            return (value.swapaxes(-1, -2) if weight.transpose else value)[own_index]
+        return tensor[_turned(own_index)].swapaxes(-1, -2) if weight.transpose else tensor[own_index]
 
     if not weight.stacked:
         return part(weight.names[0]).astype(dtype)

@@ -1,0 +1,13 @@
+"""Step 3.7 vision-language models (Step3p7ForConditionalGeneration)."""
+
+from cpjax.models.step3p7.config import Config, Rope, TextConfig, VisionConfig
+from cpjax.models.step3p7.model import Step3p7
+from cpjax.models.step3p7.prepare import STREAMS, Media, Row, patchify, prepare
+from cpjax.models.step3p7.weights import DROPPED, weights
+
+Model = Step3p7
+
+__all__ = [
+    "DROPPED", "STREAMS", "Config", "Media", "Model", "Rope", "Row", "Step3p7", "TextConfig", "VisionConfig",
+    "patchify", "prepare", "weights",
+]  # fmt: skip
