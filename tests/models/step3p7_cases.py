@@ -48,27 +48,37 @@ def golden_rows(case, config):
     return rows
 
 
-def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
-    """Loss and that of the heads over valid tokens, the gradient of their sum, and all local logits."""
-    graph, params, buffers = nnx.split(model, nnx.Param, ...)
-    valid = int((np.asarray(batch["labels"]) >= 0).sum())
+def value_and_grads(graph, buffers, mesh=None, transport="ring"):
+    """(params, batch, sharder) -> loss and that of the heads over valid tokens, all logits, gradient of the losses.
 
-    def local(params, batch):
-        model = nnx.merge(graph, params, buffers)
-        hidden = model(batch, sharder, transport=transport)
-        heads = [(hidden, sharder.take_local(batch["labels"])), *model.ahead(hidden, batch, sharder, transport)]
-        logits = [model.logits(hidden) for hidden, _ in heads]
-        first, *rest = (loss_of(own, labels) / valid for own, (_, labels) in zip(logits, heads, strict=True))
-        losses = first, WEIGHT * sum(rest) / len(rest)
+    One program for all batches and sharders of the same shapes.
+    """
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # halves the compile time
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(params, batch, sharder):
+        valid = (batch["labels"] >= 0).sum()
+
+        def local(params, batch):
+            model = nnx.merge(graph, params, buffers)
+            options = {"transport": transport, "remat": "none"}  # which is quicker to compile
+            hidden = model(batch, sharder, **options)
+            heads = [(hidden, sharder.take_local(batch["labels"])), *model.ahead(hidden, batch, sharder, **options)]
+            logits = [model.logits(hidden) for hidden, _ in heads]
+            losses = [loss_of(own, labels) / valid for own, (_, labels) in zip(logits, heads, strict=True)]
+            return losses if mesh is None else jax.lax.psum(losses, "cp"), logits
+
+        fn = local
         if mesh is not None:
-            losses = jax.lax.psum(losses, "cp")
+            spec = jax.sharding.PartitionSpec
+            parts = spec(), spec(None, "cp")
+            fn = jax.shard_map(local, mesh=mesh, in_specs=spec(), out_specs=parts, axis_names={"cp"})
+        losses, logits = fn(params, batch)
+        losses = losses[0], WEIGHT * sum(losses[1:]) / len(losses[1:])
         return sum(losses), (losses, logits)
 
-    fn = local
-    if mesh is not None:
-        spec = jax.sharding.PartitionSpec
-        parts = spec(), (spec(), spec(None, "cp"))
-        fn = jax.shard_map(local, mesh=mesh, in_specs=spec(), out_specs=parts, axis_names={"cp"})
-    options = {"xla_backend_optimization_level": 0}  # halves the compile time
-    (_, aux), grads = jax.jit(jax.value_and_grad(fn, has_aux=True), compiler_options=options)(params, batch)
-    return *aux, grads
+    def call(params, batch, sharder):
+        (_, aux), grads = run(params, batch, sharder)
+        return *aux, grads
+
+    return call

@@ -1,6 +1,7 @@
 """Step 3.7 against transformers, by way of golden files: logits, losses and every gradient, the heads' among them."""
 
 import numpy as np
+from flax import nnx
 
 from cpjax.models import to_hf_names
 from cpjax.models.step3p7 import STREAMS, prepare
@@ -13,7 +14,8 @@ def test_logits_losses_and_every_gradient():
     case, model = golden(), golden_model()
     batch = prepare(model.config, golden_rows(case, model.config))
     batch, sharder = make_batch(batch, Identity(), streams=STREAMS)
-    losses, logits, grads = value_and_grads(model, batch, sharder)
+    graph, params, buffers = nnx.split(model, nnx.Param, ...)
+    losses, logits, grads = value_and_grads(graph, buffers)(params, batch, sharder)
 
     real = case["attention_mask"] == 1
     np.testing.assert_allclose(losses, [case["loss"].item(), case["loss_ahead"].item()], rtol=1e-6)
