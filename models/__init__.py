@@ -26,7 +26,8 @@ def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
-    and for `cpjax.models.generate` a `prefill` and a `decode`.
+    and for `cpjax.models.generate` a `prefill` and a `decode`. A folder may also be laid out as `stacked_weights` says,
+    if there are any, and lack what its `without_absent`, if any, takes out of the configuration.
 
     Raises:
         ValueError: no such family.
@@ -51,8 +52,11 @@ def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dt
     source = checkpoint.read_json(path / checkpoint.CONFIG)
     module = family(str(source.get("model_type")))
     config = module.Config.from_dict(source)
+    if hasattr(module, "without_absent"):
+        config = module.without_absent(config, checkpoint.tensor_names(path))
     abstract = nnx.eval_shape(lambda: module.Model(config, rngs=nnx.Rngs(0)))
-    return checkpoint.load(abstract, module.weights(config), path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
+    tables = [layout(config) for layout in (module.weights, getattr(module, "stacked_weights", None)) if layout]
+    return checkpoint.load(abstract, tables, path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
 
 
 def save_pretrained(

@@ -28,12 +28,13 @@ class VisionAttention(nnx.Module):
 
     def __init__(self, config: VisionConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.num_heads = config.num_attention_heads
-        self.in_proj = Linear(config.hidden_size, 3 * config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs) for _ in range(4)
+        )
 
     def __call__(self, x: jax.Array, angles: jax.Array, sharder: Sharder, mask: Mask, kernel: str) -> jax.Array:
         """x [B, N, E], angles [B, N, D/2] -> [B, N, E]."""
-        q, k, v = jnp.unstack(self.in_proj(x).reshape(*x.shape[:2], 3, self.num_heads, -1), axis=2)
+        q, k, v = (p(x).reshape(*x.shape[:2], self.num_heads, -1) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (apply_rope(_halves(t), angles) for t in (q, k))
         out = attention(q, k, v, sharder=sharder, mask=mask, kernel=kernel)
         return self.out_proj(out.reshape(x.shape))

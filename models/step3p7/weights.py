@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterable
 
 from cpjax.models.common.checkpoint import Weight
 from cpjax.models.step3p7.config import Config, Layer
@@ -61,12 +62,26 @@ _AHEAD = {
     "norm.weight": "shared_head.norm.weight",
 }
 
+_ATTENTION = "visual.blocks.attn."
+
+_MODULES = (
+    ("vision_model.", "model.vision_model."), ("vit_large_projector.", "model.multi_modal_projector."),
+    ("model.embed_tokens.", "model.language_model.embed_tokens."), ("model.layers.", "model.language_model.layers."),
+    ("model.norm.", "model.language_model.norm."), (".moe.gate.weight", ".mlp.gate.weight"),
+    (".moe.router_bias", ".mlp.gate.e_score_correction_bias"), (".moe.down_proj.weight", ".mlp.experts.down_proj"),
+    (".moe.gate_proj.weight", ".mlp.experts.gate_up_proj"), (".moe.up_proj.weight", ".mlp.experts.gate_up_proj"),
+    (".share_expert.", ".mlp.shared_experts."), (".conv1.weight", ".embeddings.patch_embedding.weight"),
+    (".positional_embedding", ".embeddings.position_embedding.weight"), (".transformer.resblocks.", ".layers."),
+    (".ln_pre.", ".pre_layernorm."), (".vit_downsampler", ".downsampler"), (".ls_1.gamma", ".lambda_1"),
+    (".ls_2.gamma", ".lambda_2"), (".mlp.c_fc.", ".mlp.fc1."), (".mlp.c_proj.", ".mlp.fc2."),
+    (".attn.out_proj.", ".self_attn.out_proj."), (".ln_1.", ".layernorm_before."), (".ln_2.", ".layernorm_after."),
+)  # fmt: skip
+"""Parts of names as released, and as transformers calls its modules."""
+
 # Below visual.blocks and vision_model.transformer.resblocks.{layer}.
 _VISION_BLOCK = {
     "ln_1.weight": "ln_1.weight",
     "ln_1.bias": "ln_1.bias",
-    "attn.in_proj.kernel": "attn.in_proj_weight",
-    "attn.in_proj.bias": "attn.in_proj_bias",
     "attn.out_proj.kernel": "attn.out_proj.weight",
     "attn.out_proj.bias": "attn.out_proj.bias",
     "ls_1": "ls_1.gamma",
@@ -81,7 +96,61 @@ _VISION_BLOCK = {
 
 
 def weights(config: Config) -> list[Weight]:
-    """Every parameter of the model with the tensors that hold it; kernels are [in, out] here and [out, in] on disk."""
+    """Every parameter of the model with the tensors that hold it; kernels are [in, out] here and [out, in] on disk.
+
+    As released.
+    """
+    rows = _rows(config, str)
+    blocks = [f"vision_model.transformer.resblocks.{i}.attn.in_proj_" for i in range(config.vision.num_hidden_layers)]
+    for path, name in (("kernel", "weight"), ("bias", "bias")):
+        names = tuple(block + name for block in blocks)
+        for i, part in enumerate("qkv"):
+            rows.append(Weight(f"{_ATTENTION}{part}_proj.{path}", names, 1, path == "kernel", part=(i, 3)))
+    return rows
+
+
+def stacked_weights(config: Config) -> list[Weight]:
+    """The same, as transformers saves it with `save_original_format=False`: each tensor by the name of its module."""
+    rows = []
+    for row in _rows(config, _module_name):
+        if row.path.endswith(("experts.gate_proj", "experts.up_proj")):
+            row = dataclasses.replace(row, part=(int(row.path.endswith("up_proj")), 2))
+        rows.append(row)
+    vision = config.vision
+    blocks = [f"model.vision_model.layers.{i}.self_attn." for i in range(vision.num_hidden_layers)]
+    heads, half = vision.num_attention_heads, vision.hidden_size // vision.num_attention_heads // 2
+    # Modules have the halves of the rotated pairs half a head apart.
+    order = tuple(
+        2 * half * head + half * side + pair for head in range(heads) for pair in range(half) for side in (0, 1)
+    )
+    for path, name in (("kernel", "weight"), ("bias", "bias")):
+        for part in "qkv":
+            names = tuple(f"{block}{part}_proj.{name}" for block in blocks)
+            kept = () if part == "v" else order
+            rows.append(Weight(f"{_ATTENTION}{part}_proj.{path}", names, 1, path == "kernel", order=kept))
+    return rows
+
+
+def without_absent(config: Config, names: Iterable[str]) -> Config:
+    """The configuration without heads of multi-token prediction if none of these tensors is theirs.
+
+    They lie behind the layers in released folders; transformers drops them when it saves.
+    """
+    first = f"model.layers.{config.text.num_hidden_layers}."
+    if not config.text.num_nextn_predict_layers or any(name.startswith(first) for name in names):
+        return config
+    text = dataclasses.replace(
+        config.text, num_nextn_predict_layers=0, mtp_layer_types=(), mtp_mlp_layer_types=(),
+        **{
+            name: getattr(config.text, name)[: config.text.num_hidden_layers]
+            for name in ("swiglu_limits", "swiglu_limits_shared")
+        },
+    )  # fmt: skip
+    return dataclasses.replace(config, text=text)
+
+
+def _rows(config: Config, rename: Callable[[str], str]) -> list[Weight]:
+    """All but the attention of the tower, whose parts differ between layouts; names are the released ones, renamed."""
     text, vision = config.text, config.vision
     size, side = vision.hidden_size, vision.patch_size
     reshaped = {
@@ -90,36 +159,39 @@ def weights(config: Config) -> list[Weight]:
         "visual.downsampler2.kernel": (4 * size, 2 * size, 3, 3),
     }
 
-    def row(prefix: str, path: str, names: tuple[str, ...], stacked: bool) -> Weight:
+    def row(path: str, names: Iterable[str], stacked: int = 1) -> Weight:
         transposed = path.endswith("kernel") or ".experts." in path
-        return Weight(prefix + path, names, stacked, transposed, reshaped.get(path))
+        return Weight(path, tuple(map(rename, names)), stacked, transposed, reshaped.get(path))
 
-    table = [row("", path, (name,), False) for path, name in _MODEL.items()]
+    rows = [row(path, [name], 0) for path, name in _MODEL.items()]
     if config.projector_bias:
-        table.append(row("", "projector.bias", ("vit_large_projector.bias",), False))
+        rows.append(row("projector.bias", ["vit_large_projector.bias"], 0))
     if not config.tie_word_embeddings:
-        table.append(row("", "lm_head.kernel", ("lm_head.weight",), False))
+        rows.append(row("lm_head.kernel", ["lm_head.weight"], 0))
     for number, stack in enumerate(text.stacks):
         period = len(stack.pattern)
         for slot, layer in enumerate(stack.pattern):
             layers = range(stack.start + slot, stack.start + period * stack.repeats, period)
-            table += [
-                row(f"layers.{number}.slots.{slot}.", path, tuple(f"model.layers.{i}.{name}" for i in layers), True)
+            rows += [
+                row(f"layers.{number}.slots.{slot}.{path}", [f"model.layers.{i}.{name}" for i in layers])
                 for path, name in _layer_names(layer).items()
             ]
     for number, layer in enumerate(text.mtp_layers):
         names = {**_AHEAD, **{f"layer.{path}": name for path, name in _layer_names(layer).items()}}
-        table += [
-            row(f"mtp.{number}.", path, (f"model.layers.{text.num_hidden_layers + number}.{name}",), True)
-            for path, name in names.items()
-        ]
-    blocks: Sequence[int] = range(vision.num_hidden_layers)
-    table += [
-        row("visual.blocks.", path, tuple(f"vision_model.transformer.resblocks.{i}.{name}" for i in blocks), True)
-        for path, name in _VISION_BLOCK.items()
-    ]
-    return table
+        prefix = f"model.layers.{text.num_hidden_layers + number}."
+        rows += [row(f"mtp.{number}.{path}", [prefix + name]) for path, name in names.items()]
+    for path, name in _VISION_BLOCK.items():
+        blocks = range(vision.num_hidden_layers)
+        rows.append(row(f"visual.blocks.{path}", [f"vision_model.transformer.resblocks.{i}.{name}" for i in blocks]))
+    return rows
 
 
 def _layer_names(layer: Layer) -> dict[str, str]:
     return {**_EVERY_LAYER, **(_SPARSE_LAYER if layer.sparse else _DENSE_LAYER)}
+
+
+def _module_name(name: str) -> str:
+    """The name in transformers' modules of a tensor of a released folder."""
+    for old, new in _MODULES:
+        name = name.replace(old, new)
+    return name

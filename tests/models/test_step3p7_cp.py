@@ -1,4 +1,4 @@
-"""Step 3.7 under context parallelism: losses and every gradient equal the unsharded ones (I1, I2), the heads' too (I3)."""
+"""Step 3.7 under context parallelism: losses and every gradient equal the unsharded ones (I1, I2, I3)."""
 
 import functools
 
