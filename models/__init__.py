@@ -27,7 +27,8 @@ def family(model_type: str) -> ModuleType:
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
     and for `cpjax.models.generate` a `prefill` and a `decode`. A folder may also be laid out as `stacked_weights` says,
-    if there are any, and lack what its `without_absent`, if any, takes out of the configuration.
+    if there are any, and lack what its `without_absent`, if any, takes out of the configuration. A model with heads of
+    multi-token prediction has these in `mtp`, and `ahead`, what they make of its hidden states.
 
     Raises:
         ValueError: no such family.

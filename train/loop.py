@@ -74,7 +74,9 @@ def train(config: Config, devices: str) -> int:
     name = task.model_config.to_dict().get("architectures", [type(model).__name__])[0]
     names = {weight.path: weight.names for weight in table}
     teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
-    graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
+    ahead = config.optimizer.ahead if getattr(model, "mtp", ()) else 0.0
+    freeze = [*config.optimizer.freeze, *([r"^mtp\."] if getattr(model, "mtp", ()) and not ahead else ())]
+    graphdef, params, frozen = split_model(model, freeze, names)
     schedule = make_schedule(config.optimizer, run.steps)
     optimizer = make_optimizer(config.optimizer, table, params)
     sizes = describe_parameters(params | frozen, names)
@@ -89,7 +91,7 @@ def train(config: Config, devices: str) -> int:
         "remat": config.model.remat,
     }
     train_step = make_train_step(
-        graphdef, optimizer, schedule, mesh, accumulate=run.accumulate, ema=config.optimizer.ema, **forward
+        graphdef, optimizer, schedule, mesh, accumulate=run.accumulate, ema=config.optimizer.ema, ahead=ahead, **forward
     )
     evaluate = task.make_evaluation(graphdef, mesh, **forward)
 

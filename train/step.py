@@ -201,6 +201,7 @@ def make_train_step(
     *,
     accumulate: int = 1,
     ema: float = 0.0,
+    ahead: float = 0.0,
     **forward: Any,
 ) -> Callable[..., tuple[TrainState, Arrays]]:
     """The compiled `(state, batch, sharder, teacher=None) -> (state, metrics)`; the old state is given away.
@@ -212,14 +213,16 @@ def make_train_step(
 
     Metrics are float32 scalars over the whole global batch, the same for every mesh and any number of microbatches:
     loss, accuracy, grad_norm (before clipping), lr, valid_tokens (labels that count), tokens (all but pads), nonfinite
-    (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, and, with a teacher, ce
-    and kl, of which the loss is made.
+    (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, loss_ahead where there
+    are heads of multi-token prediction, and, with a teacher, ce and kl, of which the loss is made.
 
     Args:
         optimizer: gives updates at a learning rate of 1, see `make_optimizer`.
         schedule: step, counted from 0, to learning rate.
         accumulate: microbatches, a divisor of the rows that a device holds.
         ema: decay of the moving average, if the state has one.
+        ahead: weight, beside the loss, of the mean loss of a model's heads of multi-token prediction (see its `ahead`).
+            Each is relative to the labels that count (arXiv 2412.19437, equations 24 and 25). 0: there are none.
         forward: keyword arguments of the model's call: transport, kernel, dtype, remat.
     """
     manual = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
@@ -235,17 +238,28 @@ def make_train_step(
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Arrays]:
-            own = outputs(merge_model(graphdef, params, frozen), split, batch, **forward)
+            model = merge_model(graphdef, params, frozen)
+            own = outputs(model, split, batch, **forward)
+            more = loss_ahead(model, *own, batch) if ahead else {}
+            added = ahead * more.get("loss_ahead", 0.0)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
                 loss, correct = cross_entropy(*own, labels, valid_tokens=valid)
-                return loss * scale, {"loss": loss, "correct": correct}
+                return (loss + added) * scale, {"loss": loss, "correct": correct, **more}
             model = merge_model(teacher.graphdef, teacher.arrays)
             targets = outputs(model, teacher_split, batch, **forward | {"dtype": None, "remat": "none"})
             loss, (ce, kl, correct) = distillation_loss(
                 *own, *targets, labels, valid_tokens=valid, ratio=teacher.ratio, temperature=teacher.temperature
             )
-            return loss * scale, {"loss": loss, "ce": ce, "kl": kl, "correct": correct}
+            return (loss + added) * scale, {"loss": loss, "ce": ce, "kl": kl, "correct": correct, **more}
+
+        def loss_ahead(model: Any, hidden: jax.Array, head: jax.Array, batch: Arrays) -> Arrays:
+            """Mean loss of the heads of multi-token prediction."""
+            losses = [
+                cross_entropy(later, head, labels, valid_tokens=valid)[0]
+                for later, labels in model.ahead(hidden, batch, sharder, **forward)
+            ]
+            return {"loss_ahead": sum(losses[1:], start=losses[0]) / len(losses)}
 
         def outputs(model: Any, split: Mapping[str, int], batch: Arrays, **forward: Any) -> tuple[jax.Array, jax.Array]:
             """Final hidden states, and the head."""
@@ -263,7 +277,8 @@ def make_train_step(
         else:
             zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
             zero = jnp.zeros((), jnp.result_type(*zeros.values()))
-            start = {"loss": zero, **({"ce": zero, "kl": zero} if teacher else {}), "correct": jnp.int32(0)}, zeros
+            names = ("loss", *(("ce", "kl") if teacher else ()), *(("loss_ahead",) if ahead else ()))
+            start = {**dict.fromkeys(names, zero), "correct": jnp.int32(0)}, zeros
             start = jax.tree.map(lambda x: vary_over(x, manual), start)
             (parts, grads), _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
         whole = {name: grad for name, grad in grads.items() if name not in split}  # gathering has added the others

@@ -3,11 +3,12 @@
 from cpjax.models.step3p7.config import Config, Rope, TextConfig, VisionConfig
 from cpjax.models.step3p7.model import Step3p7
 from cpjax.models.step3p7.prepare import STREAMS, Media, Row, patchify, prepare
+from cpjax.models.step3p7.processing import MediaPlan, Processor
 from cpjax.models.step3p7.weights import DROPPED, stacked_weights, weights, without_absent
 
 Model = Step3p7
 
 __all__ = [
-    "DROPPED", "STREAMS", "Config", "Media", "Model", "Rope", "Row", "Step3p7", "TextConfig", "VisionConfig",
-    "patchify", "prepare", "stacked_weights", "weights", "without_absent",
+    "DROPPED", "STREAMS", "Config", "Media", "MediaPlan", "Model", "Processor", "Rope", "Row", "Step3p7", "TextConfig",
+    "VisionConfig", "patchify", "prepare", "stacked_weights", "weights", "without_absent",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from tests.models.pictures import PICTURES, VIDEOS, picture, video
-from tests.models.step3p7_goldens import step3p7
+from tests.models.step3p7_goldens import step3p7, step3p7_processing
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 PAD, IMAGE, VIDEO, START, END = 0, 90, 91, 92, 93
@@ -274,3 +274,4 @@ if __name__ == "__main__":
     qwen3_5_adapters()
     qwen3_5_processing()
     step3p7(spread)
+    step3p7_processing()

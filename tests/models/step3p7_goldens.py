@@ -11,8 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import transformers
+from PIL import Image
 from safetensors.numpy import load_file, save_file
 from transformers.modeling_layers import MtpModel
+from transformers.models.step3p7.image_processing_step3p7 import Step3p7ImageProcessor
+
+from tests.models.pictures import PICTURES, picture
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 PAD, IMAGE = 1, 90
@@ -167,3 +171,31 @@ def losses_ahead(
             total = total + WEIGHT / 2 * lost
             all_logits[depth - 1, row, :kept] = logits
     return total, all_logits
+
+
+def step3p7_processing() -> None:
+    """Views of some pictures as levels 0 .. 255, and how many crops images of many sizes have as released."""
+    images = Step3p7ImageProcessor(
+        size={"height": 16, "width": 16}, patch_size=8, max_image_size=100, vision_patch_size=2, downsampler_stride=4
+    )
+    images.save_pretrained(GOLDENS / "step3p7")
+    mean, std = (np.array(values)[:, None, None] for values in (images.image_mean, images.image_std))
+
+    def levels(pixels: np.ndarray) -> np.ndarray:
+        return np.moveaxis(np.rint(255 * (pixels * std + mean)).astype(np.uint8), 1, -1)
+
+    arrays = {}
+    for name, size in {**PICTURES, "strip": (9, 60)}.items():
+        out = images(Image.fromarray(picture(*size)), return_tensors="np")
+        crops = np.asarray(out.get("pixel_values_local", np.zeros((0, 3, 8, 8))))
+        arrays |= {f"{name}.whole": levels(out["pixel_values"])[0], f"{name}.crops": levels(crops)}
+    rng = np.random.default_rng(4)
+    sizes = np.concatenate([rng.integers(9, 4000, (60, 2)), rng.integers(9, 800, (60, 2)), [[20, 300], [300, 20]]])
+    released = Step3p7ImageProcessor()
+    arrays |= {
+        "sizes": sizes,
+        "sizes.crops": np.array([released.get_number_of_image_patches(int(h), int(w)) for h, w in sizes]),
+    }
+    save_file(
+        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / "step3p7-processing.safetensors"
+    )
