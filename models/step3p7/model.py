@@ -65,7 +65,7 @@ class Attention(nnx.Module):
         self.head_dim = config.head_dim
         self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         self.sliding = layer.sliding
-        self.window = (config.sliding_window - 1, 0) if layer.sliding and config.sliding_window else (None, None)
+        self.window = config.sliding_window if layer.sliding else None
         self.q_proj = Linear(size, heads * self.head_dim, dtype=dtype, rngs=rngs)
         self.k_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
         self.v_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
@@ -79,15 +79,26 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, local: Local) -> jax.Array:
         """x [B, L, E] -> [B, L, E]."""
+        q, k, v = self.project(x, local.sliding_angles if self.sliding else local.angles)
+        return self.finish(self.attend(q, k, v, local), x)
+
+    def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, L, H, D], keys and values [B, L, K, D]."""
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        angles = local.sliding_angles if self.sliding else local.angles
+        return apply_rope(self.q_norm(q), angles), apply_rope(self.k_norm(k), angles), v
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, local: Local) -> jax.Array:
+        """Causal attention inside documents, and the window if there is one, [B, L, H, D]."""
+        left = None if self.window is None else self.window - 1
         mask = Mask(
-            causal=True, window=self.window, document_ids=local.document_ids, padding_mask=local.padding_mask
+            causal=True, window=(left, 0), document_ids=local.document_ids, padding_mask=local.padding_mask
         )  # fmt: skip
-        out = attention(
-            apply_rope(self.q_norm(q), angles), apply_rope(self.k_norm(k), angles), v, sharder=local.sharder, mask=mask,
-            scale=self.scale, transport=local.transport, kernel=local.kernel,
+        return attention(
+            q, k, v, sharder=local.sharder, mask=mask, scale=self.scale, transport=local.transport, kernel=local.kernel
         )  # fmt: skip
+
+    def finish(self, out: jax.Array, x: jax.Array) -> jax.Array:
+        """What attention read, [B, L, H, D], gated by x [B, L, E] -> [B, L, E]."""
         out = out * jax.nn.sigmoid(self.g_proj(x))[..., None]
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
@@ -147,9 +158,13 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, local: Local) -> jax.Array:
         """x [B, L, E] -> [B, L, E]."""
-        x = x + self.self_attn(self.input_layernorm(x), local)
+        return self.finish(x, self.self_attn(self.input_layernorm(x), local), local.padding_mask)
+
+    def finish(self, x: jax.Array, mixed: jax.Array, padding_mask: jax.Array) -> jax.Array:
+        """Adds what attention made of x, and then the MLP; all [B, L, E], but padding_mask [B, L]."""
+        x = x + mixed
         normed = self.post_attention_layernorm(x)
-        return x + (self.mlp(normed, local.padding_mask) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))
+        return x + (self.mlp(normed, padding_mask) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))
 
 
 class LayerGroup(nnx.Module):
@@ -324,12 +339,7 @@ class Step3p7(nnx.Module):
         kernel: str = "auto",
     ) -> Local:
         """What the layers read beside hidden states of this dtype."""
-        text = self.config.text
-        wide = jnp.promote_types(dtype, jnp.float32)
-        positions = sharder.take_local(batch["position_ids"]).astype(wide)[..., None]
-        angles, sliding_angles = (
-            positions * jnp.asarray(rope.frequencies(text.head_dim), wide) for rope in (text.rope, text.sliding_rope)
-        )
+        angles, sliding_angles = self.angles(sharder.take_local(batch["position_ids"]), dtype)
         return Local(
             angles=angles,
             sliding_angles=sliding_angles,
@@ -339,6 +349,13 @@ class Step3p7(nnx.Module):
             transport=transport,
             kernel=kernel,
         )
+
+    def angles(self, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Rope angles of full and of sliding attention, [B, L, R] in `dtype` or wider, at positions [B, L]."""
+        text, wide = self.config.text, jnp.promote_types(dtype, jnp.float32)
+        turns = positions.astype(wide)[..., None]
+        full, sliding = (jnp.asarray(r.frequencies(text.head_dim), wide) for r in (text.rope, text.sliding_rope))
+        return turns * full, turns * sliding
 
     def head(self) -> jax.Array:
         """The matrix from hidden states to logits, [E, V]."""

@@ -141,14 +141,15 @@ def host_batch(rows):
 
 @functools.cache
 def fresh_model():
-    """Structure, parameters and buffers."""
+    """Structure, float64 parameters and buffers, none of them neutral."""
+    rng = np.random.default_rng(1)
+    parts = nnx.split(nnx.eval_shape(lambda: Model(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float64)), nnx.Param, ...)
 
-    def create():
-        return nnx.split(Model(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float64), nnx.Param, ...)[1:]
+    def draw(leaf):
+        scale = 0.3 if leaf.ndim < 3 else leaf.shape[-2] ** -0.5  # stacked vectors are 2-D
+        return jnp.asarray(scale * rng.normal(size=leaf.shape))
 
-    graph = nnx.split(nnx.eval_shape(lambda: Model(CONFIG, rngs=nnx.Rngs(0))))[0]
-    params, buffers = jax.jit(create)()
-    return graph, params, jax.tree.map(lambda bias: bias + np.linspace(-0.3, 0.3, bias.shape[-1]), buffers)
+    return parts[0], *(jax.tree.map(draw, part) for part in parts[1:])
 
 
 @functools.cache

@@ -138,6 +138,7 @@ def case(model, heads, rows: list[list[int]], crops: Sequence[int]) -> None:
         "logits": out.logits.detach().numpy(),
         "logits_ahead": logits.detach().numpy(),
     }
+    arrays["generated"] = generated(model, inputs, crops)
     gradients = copy.deepcopy(model), copy.deepcopy(heads)
     with torch.no_grad():
         for module, holder in zip((model, heads), gradients, strict=True):
@@ -145,6 +146,31 @@ def case(model, heads, rows: list[list[int]], crops: Sequence[int]) -> None:
                 held.copy_(parameter.grad)
     arrays |= {f"grad.{k}": v for k, v in named(*gradients).items() if not k.endswith("router_bias")}
     save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, GOLDENS / "step3p7-images.safetensors")
+
+
+def generated(model, inputs: dict[str, torch.Tensor], crops: Sequence[int], count: int = 8) -> np.ndarray:
+    """The most likely tokens behind each row, [rows, count], each found by reading all before it anew."""
+    out = []
+    wholes, own = list(inputs["pixel_values"]), list(inputs["pixel_values_local"])
+    crops = list(crops)
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+        row, seen = ids[mask == 1].tolist(), {}
+        left, numbers = row.count(IMAGE), []
+        while left:
+            numbers.append(crops.pop(0))
+            left -= numbers[-1] + 4
+        if numbers:
+            seen["pixel_values"] = torch.stack([wholes.pop(0) for _ in numbers])
+            if sum(numbers):
+                seen["pixel_values_local"] = torch.stack([own.pop(0) for _ in range(sum(numbers))])
+            seen["num_local_patches"] = numbers
+        start = len(row)
+        with torch.no_grad():
+            for _ in range(count):
+                logits = model(torch.tensor([row]), **seen, use_cache=False).logits
+                row.append(int(logits[0, -1].argmax()))
+        out.append(row[start:])
+    return np.array(out)
 
 
 def losses_ahead(
