@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy, distillation_loss
 from cpjax.mesh import compiler_options
+from cpjax.models.common.experts import RouterSums, balance_loss
 from cpjax.models.common.sharding import assemble, cp_axes, cp_specs, tree_shardings
 from cpjax.shard import IGNORE, Sharder
 from cpjax.train.optimizer import moving_average
@@ -213,8 +214,9 @@ def make_train_step(
 
     Metrics are float32 scalars over the whole global batch, the same for every mesh and any number of microbatches:
     loss, accuracy, grad_norm (before clipping), lr, valid_tokens (labels that count), tokens (all but pads), nonfinite
-    (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, loss_ahead where there
-    are heads of multi-token prediction, and, with a teacher, ce and kl, of which the loss is made.
+    (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, with a teacher ce and
+    kl, of which the loss is made, and, where they are part of the loss, the routers' balance loss and loss_ahead, that
+    of the heads of multi-token prediction (both before their factors).
 
     Args:
         optimizer: gives updates at a learning rate of 1, see `make_optimizer`.
@@ -235,52 +237,71 @@ def make_train_step(
         # Each rank has its own copy from here on of what it holds whole: else every use of such a parameter would add
         # its gradient over the ranks.
         params, frozen, teacher = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen, teacher))
+        balanced = getattr(merge_model(graphdef, params, frozen), "router_loss", 0.0)
 
         @functools.partial(jax.value_and_grad, has_aux=True)
-        def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Arrays]:
-            model = merge_model(graphdef, params, frozen)
-            own = outputs(model, split, batch, **forward)
-            more = loss_ahead(model, *own, batch) if ahead else {}
-            added = ahead * more.get("loss_ahead", 0.0)
+        def loss_and_grads(params: Arrays, batch: Arrays, routed: RouterSums | None) -> tuple[jax.Array, Arrays]:
+            own, sums, later = outputs(params, batch)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
                 loss, correct = cross_entropy(*own, labels, valid_tokens=valid)
-                return (loss + added) * scale, {"loss": loss, "correct": correct, **more}
-            model = merge_model(teacher.graphdef, teacher.arrays)
-            targets = outputs(model, teacher_split, batch, **forward | {"dtype": None, "remat": "none"})
-            loss, (ce, kl, correct) = distillation_loss(
-                *own, *targets, labels, valid_tokens=valid, ratio=teacher.ratio, temperature=teacher.temperature
-            )
-            return (loss + added) * scale, {"loss": loss, "ce": ce, "kl": kl, "correct": correct, **more}
+                parts = {"loss": loss, "correct": correct}
+            else:
+                model = merge_model(teacher.graphdef, teacher.arrays)
+                assemble(model, teacher_split)
+                targets = model(batch, sharder, **forward | {"dtype": None, "remat": "none"})
+                loss, (ce, kl, correct) = distillation_loss(
+                    *own, targets, model.head().astype(targets.dtype), labels, valid_tokens=valid, ratio=teacher.ratio,
+                    temperature=teacher.temperature,
+                )  # fmt: skip
+                parts = {"loss": loss, "ce": ce, "kl": kl, "correct": correct}
+            if sums is not None:
+                whole = routed or jax.lax.psum(sums, tuple(manual))
+                balance = balance_loss(sums, whole.chosen, whole.tokens)
+                parts |= {"loss": parts["loss"] + balanced * balance, "balance": balance}
+            if later:
+                losses = [cross_entropy(hidden, own[1], labels, valid_tokens=valid)[0] for hidden, labels in later]
+                mean = sum(losses[1:], start=losses[0]) / len(losses)
+                parts |= {"loss": parts["loss"] + ahead * mean, "loss_ahead": mean}
+            return parts["loss"] * scale, parts
 
-        def loss_ahead(model: Any, hidden: jax.Array, head: jax.Array, batch: Arrays) -> Arrays:
-            """Mean loss of the heads of multi-token prediction."""
-            losses = [
-                cross_entropy(later, head, labels, valid_tokens=valid)[0]
-                for later, labels in model.ahead(hidden, batch, sharder, **forward)
-            ]
-            return {"loss_ahead": sum(losses[1:], start=losses[0]) / len(losses)}
+        def outputs(params: Arrays, batch: Arrays) -> tuple[tuple[jax.Array, jax.Array], RouterSums | None, list[Any]]:
+            """Final hidden states and the head; what routers did, if their balance counts; and what lies further ahead.
 
-        def outputs(model: Any, split: Mapping[str, int], batch: Arrays, **forward: Any) -> tuple[jax.Array, jax.Array]:
-            """Final hidden states, and the head."""
+            The last are hidden states and labels of each head of multi-token prediction, if these count.
+            """
+            model = merge_model(graphdef, params, frozen)
             assemble(model, split)
-            hidden = model(batch, sharder, **forward)
-            return hidden, model.head().astype(hidden.dtype)
+            if balanced:
+                hidden, sums = model.outputs(batch, sharder, **forward)
+            else:
+                hidden, sums = model(batch, sharder, **forward), None
+            later = model.ahead(hidden, batch, sharder, **forward) if ahead else []
+            return (hidden, model.head().astype(hidden.dtype)), sums, later
+
+        def route(_: None, batch: Arrays) -> tuple[None, RouterSums | None]:
+            return None, outputs(params, batch)[1]
 
         def add(total: Any, batch: Arrays) -> tuple[Any, None]:
-            (_, parts), grads = loss_and_grads(params, batch)
+            (_, parts), grads = loss_and_grads(params, batch, routed)
             return jax.tree.map(jnp.add, total, (parts, grads)), None
 
         if accumulate == 1:
-            (_, parts), grads = loss_and_grads(params, batch)
+            (_, parts), grads = loss_and_grads(params, batch, None)
             grads = {name: grad.astype(_wide(grad)) for name, grad in grads.items()}
         else:
             zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
+            microbatches = _microbatches(batch, accumulate)
+            routed = None
+            if balanced:  # the loss of a microbatch needs what the routers do with all of them: one more forward pass
+                _, sums = jax.lax.scan(route, None, microbatches)
+                routed = jax.lax.psum(jax.tree.map(lambda x: x.sum(0), sums), tuple(manual))
             zero = jnp.zeros((), jnp.result_type(*zeros.values()))
-            names = ("loss", *(("ce", "kl") if teacher else ()), *(("loss_ahead",) if ahead else ()))
-            start = {**dict.fromkeys(names, zero), "correct": jnp.int32(0)}, zeros
+            names = ["loss", *(["ce", "kl"] if teacher else []), *(["balance"] if balanced else [])]
+            names += ["loss_ahead"] if ahead else []
+            start = {"correct": jnp.int32(0), **dict.fromkeys(names, zero)}, zeros
             start = jax.tree.map(lambda x: vary_over(x, manual), start)
-            (parts, grads), _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
+            (parts, grads), _ = jax.lax.scan(add, start, microbatches)
         whole = {name: grad for name, grad in grads.items() if name not in split}  # gathering has added the others
         parts, whole = jax.lax.psum((parts, whole), tuple(manual))
         return parts, grads | whole

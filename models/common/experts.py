@@ -44,9 +44,9 @@ class RouterSums(NamedTuple):
     """Sums over tokens, and layers, that are not pads; to be added over ranks and microbatches.
 
     Attributes:
-        chosen: float32 [E], how often each expert was chosen; has no gradient.
-        probabilities: float32 [E], of the router's probabilities.
-        tokens: float32 scalar, number of tokens x layers.
+        chosen: [E], how often each expert was chosen; has no gradient.
+        probabilities: [E], of the router's probabilities.
+        tokens: scalar, number of tokens x layers.
     """
 
     chosen: jax.Array
@@ -54,9 +54,11 @@ class RouterSums(NamedTuple):
     tokens: jax.Array
 
     @classmethod
-    def zero(cls, count: int) -> RouterSums:
-        """Before any token, for `count` experts."""
-        return cls(jnp.zeros(count), jnp.zeros(count), jnp.zeros(()))
+    def zero(cls, count: int, like: jax.Array) -> RouterSums:
+        """Before any token, for `count` experts; float32 or as wide as `like`, and varying over ranks as it does."""
+        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        zeros = jnp.zeros(count, dtype)
+        return jax.tree.map(lambda x: vary_over(x, varying_axes(like)), cls(zeros, zeros, jnp.zeros((), dtype)))
 
 
 def route(scores: jax.Array, k: int, *, bias: jax.Array | None = None, renormalise: bool = True) -> Routing:
@@ -83,13 +85,13 @@ def router_sums(probabilities: jax.Array, experts: jax.Array, padding_mask: jax.
         experts: [B, L, k].
         padding_mask: [B, L], True = pad.
     """
-    count = probabilities.shape[-1]
+    count, dtype = probabilities.shape[-1], probabilities.dtype
     real = ~padding_mask
     hits = (experts[..., None] == jnp.arange(count)).any(-2) & real[..., None]
     return RouterSums(
-        hits.sum((0, 1), dtype=jnp.int32).astype(jnp.float32),  # a sum of ones in float32 ends at 2^24
-        jnp.where(real[..., None], probabilities, 0).sum((0, 1)).astype(jnp.float32),
-        real.sum(dtype=jnp.int32).astype(jnp.float32),
+        hits.sum((0, 1), dtype=jnp.int32).astype(dtype),  # a sum of ones in float32 ends at 2^24
+        jnp.where(real[..., None], probabilities, 0).sum((0, 1)),
+        real.sum(dtype=jnp.int32).astype(dtype),
     )
 
 
@@ -311,9 +313,11 @@ def _on_rows(function: Callable[..., Any], arrays: Sequence[jax.Array], kernels:
         tokens = jax.tree.map(lambda x: x.reshape(*shape, -1), tokens)
         return (tokens, lax.psum(total, axes)) if sums else tokens
 
-    if axes:
-        spec = P(axes)
-        local = jax.shard_map(
-            local, in_specs=(spec, P()), out_specs=(spec, P()) if sums else spec, axis_names=set(axes)
-        )
-    return local(tuple(arrays), kernels)
+    if not axes:
+        return local(tuple(arrays), kernels)
+    spec = P(axes)
+    on_devices = jax.shard_map(
+        local, in_specs=(spec, P()), out_specs=(spec, P()) if sums else spec, axis_names=set(axes), check_vma=False
+    )
+    out = on_devices(tuple(arrays), kernels)
+    return jax.tree.map(lambda x: vary_over(x, varying_axes(arrays[0])), out)

@@ -13,6 +13,7 @@ from flax import nnx
 from cpjax.models.common.sharding import gather_parts
 
 Module = TypeVar("Module", bound=nnx.Module)
+Hidden = TypeVar("Hidden")
 
 Remat = Literal["none", "layer", "dots"]
 """What the backward pass of scanned layers computes anew: nothing, everything but the hidden state between them, or
@@ -161,15 +162,15 @@ def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rng
     return layers
 
 
-def scan_layers(layers: Any, hidden: jax.Array, *args: Any, remat: Remat = "layer") -> jax.Array:
+def scan_layers(layers: Any, hidden: Hidden, *args: Any, remat: Remat = "layer") -> Hidden:
     """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args)`.
 
     Compile time and the program's size do not grow with the number of copies; with `remat` "layer" the backward pass
-    keeps only the hidden state between them.
+    keeps only the hidden state between them, which may be of several arrays.
     """
     graph, stacked = nnx.split(layers)
 
-    def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, None]:
+    def body(hidden: Hidden, params: Any) -> tuple[Hidden, None]:
         layer = nnx.merge(graph, params)
         gather_parts(layer, layers.parts)
         return layer(hidden, *args), None

@@ -97,7 +97,51 @@ def qwen3_5() -> None:
     save_file({"tokens": np.array(qwen3_5_generated(model))}, GOLDENS / "qwen3_5-generated.safetensors")
 
 
-def qwen3_5_case(model, name: str, rows: list[list[int]], images=(), videos=()) -> None:
+def qwen3_5_moe() -> None:
+    """With a balance loss that counts, and experts of which some are busy and some are not."""
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=dict(
+            vocab_size=96, hidden_size=32, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+            num_experts=8, num_experts_per_tok=3, output_router_logits=True, router_aux_loss_coef=0.3,
+            layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=8, linear_value_head_dim=12, max_position_embeddings=512, pad_token_id=PAD,
+            rms_norm_eps=1e-2,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.75, mrope_section=[3, 2, 1],
+                mrope_interleaved=True,
+            ),
+        ),
+        vision_config=dict(
+            depth=1, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=32,
+            num_position_embeddings=25,
+        ),
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config).float().eval()
+    spread(model, seed=5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter *= 2  # clear choices, which rounding does not turn
+    model.save_pretrained(GOLDENS / "qwen3_5_moe")
+    (GOLDENS / "qwen3_5_moe" / "generation_config.json").unlink(missing_ok=True)
+    rng = np.random.default_rng(2)
+
+    def text(length: int) -> list[int]:
+        return rng.integers(1, 90, length).tolist()
+
+    qwen3_5_case(model, "text", [text(21), text(14)], family="qwen3_5_moe")
+    row = text(3) + [START] + [IMAGE] * 4 + [END] + text(5) + [START] + [VIDEO] * 3 + [END] + text(6)
+    qwen3_5_case(model, "media", [row, text(9)], images=[(1, 4, 4)], videos=[(1, 2, 6)], family="qwen3_5_moe")
+    prompts = torch.tensor(load_file(GOLDENS / "qwen3_5_moe-text.safetensors")["input_ids"][:1])
+    out = model.generate(input_ids=prompts, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=PAD)
+    save_file({"tokens": out[:, prompts.shape[1] :].numpy()}, GOLDENS / "qwen3_5_moe-generated.safetensors")
+
+
+def qwen3_5_case(model, name: str, rows: list[list[int]], images=(), videos=(), family: str = "qwen3_5") -> None:
     """Runs one batch and writes it down. Grids are in the order of the rows, images and videos apart."""
     rng = np.random.default_rng(3)
     length = max(map(len, rows))
@@ -132,10 +176,25 @@ def qwen3_5_case(model, name: str, rows: list[list[int]], images=(), videos=()) 
         "logits": out.logits.detach().numpy(),
         "loss": out.loss.detach().numpy(),
     }
-    arrays |= {f"grad.{key}": p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            arrays |= {f"grad.{on_disk}": grad for on_disk, grad in by_expert(key, parameter.grad.numpy())}
     save_file(
-        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / f"qwen3_5-{name}.safetensors"
+        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / f"{family}-{name}.safetensors"
     )
+
+
+def by_expert(key: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """A tensor as it is on disk: of stacked experts each has its own."""
+    stem, _, kind = key.rpartition("experts.")
+    if not stem or value.ndim < 3:
+        return [(key, value)]
+    parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
+    return [
+        (f"{stem}experts.{i}.{name}.weight", np.split(expert, len(parts))[part])
+        for i, expert in enumerate(value)
+        for name, part in parts.items()
+    ]
 
 
 def qwen3_5_positions(model) -> None:
@@ -273,5 +332,6 @@ if __name__ == "__main__":
     qwen3_5()
     qwen3_5_adapters()
     qwen3_5_processing()
+    qwen3_5_moe()
     step3p7(spread)
     step3p7_processing()

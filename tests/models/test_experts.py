@@ -135,7 +135,7 @@ def test_balance_loss_of_parts_sums_to_that_of_the_whole():
 
     def total(probabilities):
         parts = [sums(probabilities, slice(row, row + 1)) for row in range(B)]
-        whole = jax.tree.map(lambda *leaves: sum(leaves), RouterSums.zero(E), *parts)
+        whole = jax.tree.map(lambda *leaves: sum(leaves), RouterSums.zero(E, probabilities), *parts)
         return sum(balance_loss(part, whole.chosen, whole.tokens) for part in parts)
 
     value, slope = jax.value_and_grad(total)(jnp.asarray(probabilities, jnp.float32))
