@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
@@ -90,8 +91,9 @@ def add_adapters(model: Any, options: LoraConfig, seed: int = 0) -> None:
     Raises:
         ValueError: a bad pattern, see `find`.
     """
-    linears = {path for path, _ in _linears(model)}  # as in PEFT, kernels that are stacked by expert are no targets
-    candidates = [w for w in projections(family(model.config.model_type).weights(model.config)) if w.path in linears]
+    # As in PEFT, kernels that are stacked by expert are no targets; transformers builds no heads ahead.
+    linears = {path for path, _ in _linears(model) if not path.startswith("mtp.")}
+    candidates = [weight for weight in projections(_modules(model)) if weight.path in linears]
     found = find("lora.targets pattern", options.targets, {weight.path: weight.names for weight in candidates})
     chosen = {path for paths in found for path in paths}
     keys = iter(jax.random.split(jax.random.key(seed), len(chosen)))
@@ -116,7 +118,7 @@ def weight_table(model: Any) -> list[Weight]:
 
 def adapter_weights(model: Any) -> list[Weight]:
     """The parameters of the adapters, under PEFT's names."""
-    kernels = {weight.path: weight for weight in family(model.config.model_type).weights(model.config)}
+    kernels = {weight.path: weight for weight in _modules(model)}
     table = []
     for path, linear in _linears(model):
         if linear.adapter is None:
@@ -127,7 +129,15 @@ def adapter_weights(model: Any) -> list[Weight]:
             if getattr(linear.adapter, part) is not None:
                 names = tuple(f"{stem}.{name}" for stem in stems)
                 own = f"{path.removesuffix('kernel')}adapter.{part}"
-                table.append(Weight(own, names, kernel.stacked, transpose=part != "magnitude"))
+                order = () if part == "a" else kernel.order
+                table.append(Weight(own, names, kernel.stacked, transpose=part != "magnitude", order=order))
+    return table
+
+
+def _modules(model: Any) -> list[Weight]:
+    """The model's table under the names of transformers' modules, which PEFT's names are made of."""
+    module = family(model.config.model_type)
+    table: list[Weight] = getattr(module, "stacked_weights", module.weights)(model.config)
     return table
 
 
@@ -163,7 +173,7 @@ def save_adapter(model: Any, folder: pathlib.Path, options: LoraConfig, base: st
 def _target_modules(model: Any, adapters: Sequence[Weight]) -> list[str]:
     """The adapted modules as PEFT wants them: by their last names where these say it all, otherwise in full."""
     full = {_module(name) for weight in adapters for name in weight.names}
-    every = {name.rpartition(".")[0] for w in family(model.config.model_type).weights(model.config) for name in w.names}
+    every = {name.rpartition(".")[0] for weight in _modules(model) for name in weight.names}
     last = {module.rpartition(".")[2] for module in full}
     exact = {module for module in every if module.rpartition(".")[2] in last} == full
     return sorted(last if exact else full)
@@ -235,7 +245,8 @@ def load_adapter(model: Any, folder: pathlib.Path, options: LoraConfig | None = 
             )
         adapters = {path.removesuffix("kernel"): linear.adapter for path, linear in _linears(model) if linear.adapter}
         for weight in table:
-            tensors = [jnp.asarray(file.get_tensor(name)) for name in weight.names]
+            tensors = [file.get_tensor(name) for name in weight.names]
+            tensors = [jnp.asarray(t[np.asarray(weight.order)] if weight.order else t) for t in tensors]
             value = jnp.stack(tensors) if weight.stacked else tensors[0]
             value = jnp.swapaxes(value, -1, -2) if weight.transpose else value
             prefix, _, part = weight.path.rpartition("adapter.")
@@ -248,7 +259,7 @@ def _targets(model: Any, names: set[str], folder: pathlib.Path) -> list[str]:
     """Patterns of exactly the projections that an adapter's tensors are for."""
     modules = {_module(name) for name in names}
     chosen = []
-    for weight in projections(family(model.config.model_type).weights(model.config)):
+    for weight in projections(_modules(model)):
         own = {name.removesuffix(".weight") for name in weight.names}
         if missing := sorted(own - modules) if own & modules else []:
             raise ValueError(

@@ -4,72 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
+from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Rope, Stack, stack
 
-from cpjax.models.common.layers import rope_frequencies
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-DENSE, SPARSE = "dense", "sparse"
 _DENSE_AT_FIRST = 3  # layers, where config.json does not say which are dense
-
-
-class Layer(NamedTuple):
-    """What sets a decoder layer apart from others.
-
-    Attributes:
-        sliding: attention sees a window, with its own number of heads and rope.
-        sparse: routed experts and a shared one in place of a dense MLP.
-        limit: bound of the routed experts' activations, None for no bound.
-        shared_limit: that of the shared expert or the dense MLP.
-    """
-
-    sliding: bool
-    sparse: bool
-    limit: float | None = None
-    shared_limit: float | None = None
-
-
-class Stack(NamedTuple):
-    """Consecutive layers: a pattern, repeated."""
-
-    start: int
-    pattern: tuple[Layer, ...]
-    repeats: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary positions of one kind of layers.
-
-    Attributes:
-        theta: base of the wavelengths.
-        partial: share of a head's features that turns.
-        llama3: Llama 3.1's stretching for long contexts (factor, low_freq_factor, high_freq_factor,
-            original_max_position_embeddings), or None.
-    """
-
-    theta: float = 10000.0
-    partial: float = 1.0
-    llama3: tuple[float, float, float, float] | None = None
-
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Angle by which each pair of features turns per position.
-
-        Under Llama 3.1's rule (arXiv 2407.21783, section 3.4.2, and its code) pairs slower than the original context
-        divided by `low_freq_factor` are slowed down by the factor, those faster than that divided by `high_freq_factor`
-        keep their pace, and those between are blended.
-        """
-        plain = rope_frequencies(int(head_dim * self.partial), self.theta)
-        if self.llama3 is None:
-            return plain
-        factor, low, high, context = self.llama3
-        turns = context * plain / (2 * math.pi)  # in the original context
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return plain * (kept + (1 - kept) / factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +40,8 @@ class TextConfig:
     num_nextn_predict_layers: int = 0
     mtp_layer_types: tuple[str, ...] | None = None
     mtp_mlp_layer_types: tuple[str, ...] | None = None
-    rope: Rope = Rope()
-    sliding_rope: Rope = Rope()
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    sliding_rope: Rope = dataclasses.field(default_factory=Rope)
 
     def __post_init__(self) -> None:
         _positive(self, "text_config")
@@ -170,7 +110,7 @@ class TextConfig:
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """The decoder layers as few patterns, each repeated: what is traced once for each layer of a pattern."""
-        return _stacks(self._layers(self.types, self.mlp_layer_types, 0))
+        return stack(self._layers(self.types, self.mlp_layer_types, 0))
 
     @property
     def mtp_layers(self) -> tuple[Layer, ...]:
@@ -187,22 +127,6 @@ class TextConfig:
             Layer(kind == SLIDING, mlp == SPARSE, limit if mlp == SPARSE else None, shared_limit)
             for kind, mlp, limit, shared_limit in zip(types or (), mlp_types or (), routed, shared, strict=False)
         )
-
-
-def _stacks(layers: tuple[Layer, ...]) -> tuple[Stack, ...]:
-    """Cuts layers into repeated patterns, the lengths of the patterns being as short as possible together."""
-    best: list[tuple[int, int, tuple[Stack, ...]]] = [(0, 0, ())]  # for the first n layers: length, number, stacks
-    for end in range(1, len(layers) + 1):
-        options = []
-        for start in range(end):
-            size = end - start
-            whole = layers[start:end]
-            period = next(p for p in range(1, size + 1) if size % p == 0 and whole == whole[:p] * (size // p))
-            length, number, stacks = best[start]
-            stack = Stack(start, whole[:period], size // period)
-            options.append((length + period, number + 1, (*stacks, stack)))
-        best.append(min(options, key=lambda option: option[:2]))
-    return best[-1][2]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,8 @@ from cpjax.models.common.layers import (
     stack_layers,
     swiglu,
 )
-from cpjax.models.step3p7.config import Config, Layer, TextConfig
+from cpjax.models.step3p7.config import Config, TextConfig
+from cpjax.models.step3p7.layers import Layer
 from cpjax.models.step3p7.vision import Vision
 from cpjax.sequence import shift
 from cpjax.shard import IGNORE, Sharder

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from cpjax.models.common.checkpoint import Weight
-from cpjax.models.step3p7.config import Config, Layer
+from cpjax.models.step3p7.config import Config
+from cpjax.models.step3p7.layers import Layer
 
 DROPPED = r"lm_head\.weight$|.*\.shared_head\.(head|output)\.weight$|.*\.embed_tokens\.weight$"
 """Tensors that are ignored on load: the head of a tied model, and copies of head and embeddings beside the heads of

@@ -11,7 +11,7 @@ from flax import nnx
 
 from cpjax.models import family
 from cpjax.models.step3p7 import Config, Media, Model, Row, patchify, prepare
-from cpjax.models.step3p7.config import FULL, SLIDING, Layer, Rope, Stack
+from cpjax.models.step3p7.layers import FULL, SLIDING, Layer, Rope, Stack
 from cpjax.shard import Identity, make_batch
 
 from .step3p7_cases import CONFIG, FOLDER
