@@ -15,7 +15,7 @@ from tests.models.step3p7_cases import WEIGHT, dense, documents, fresh_model, ho
 def test_a_step_takes_the_dense_losses_and_gradients():
     """Plain gradient descent at a rate of 1 shows the gradient of every parameter; the routers' biases stay."""
     with jax.enable_x64(True):
-        mesh, optimizer = make_mesh(cp=2), optax.sgd(1.0)
+        mesh, optimizer = make_mesh(fsdp=2, cp=2), optax.sgd(1.0)
         graphdef, params, frozen = split_model(nnx.merge(*fresh_model()))
         before = jax.tree.map(np.asarray, (params, frozen))
         batch, sharder = make_batch(host_batch(documents()), layout_from_name("zigzag", 2), streams=STREAMS)
