@@ -19,6 +19,7 @@ __all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_na
 _FAMILIES = {
     "qwen3_5": "cpjax.models.qwen3_5",
     "qwen3_5_moe": "cpjax.models.qwen3_5_moe",
+    "step3p7": "cpjax.models.step3p7",
 }
 
 
@@ -27,9 +28,10 @@ def family(model_type: str) -> ModuleType:
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
     `forward_flops`, `reduced`, `synthetic_row`, and for `cpjax.models.generate` a `prefill` and a `decode`. A folder
-    may also be laid out as `stacked_weights` says, if there are any. A model whose layers have routers has
-    `router_loss`, what their balance loss is multiplied by, and `outputs`, which takes what a call does and returns
-    hidden states and `experts.RouterSums`.
+    may also be laid out as `stacked_weights` says, if there are any, and lack what its `without_absent`, if any, takes
+    out of the configuration. A model whose layers have routers has `router_loss`, what their balance loss is multiplied
+    by, and `outputs`, which takes what a call does and returns hidden states and `experts.RouterSums`. A model with
+    heads of multi-token prediction has these in `mtp`, and `ahead`, what they make of its hidden states.
 
     Raises:
         ValueError: no such family.
@@ -54,6 +56,8 @@ def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dt
     source = checkpoint.read_json(path / checkpoint.CONFIG)
     module = family(str(source.get("model_type")))
     config = module.Config.from_dict(source)
+    if hasattr(module, "without_absent"):
+        config = module.without_absent(config, checkpoint.tensor_names(path))
     abstract = nnx.eval_shape(lambda: module.Model(config, rngs=nnx.Rngs(0)))
     tables = [layout(config) for layout in (module.weights, getattr(module, "stacked_weights", None)) if layout]
     return checkpoint.load(abstract, tables, path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)

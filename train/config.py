@@ -136,6 +136,9 @@ class OptimizerConfig:
     ema: float = 0.0
     """Decay, per step, of a moving average of the parameters, for instance 0.999, which evaluation and export then use
     in their stead; 0 keeps none."""
+    ahead: float = 0.1
+    """Weight of the mean loss of the heads that predict tokens further ahead, where a model has some; 0 leaves them as
+    they are."""
     groups: list[ParameterGroup] = dataclasses.field(default_factory=list)
     """Parameters with a rate or decay of their own, for instance [{pattern: visual, lr_scale: 0.1}]; of several groups
     that match, the first counts. Each has a pattern, searched as those of freeze are, lr_scale and weight_decay."""
@@ -272,7 +275,14 @@ class Config:
                      "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
                      "run.keep", "plan.hosts"):  # fmt: skip
             self._check(name, self._get(name) >= 1, "at least 1")
-        for name in ("run.seed", "optimizer.warmup", "optimizer.weight_decay", "optimizer.clip", "lora.rank"):
+        for name in (
+            "run.seed",
+            "optimizer.warmup",
+            "optimizer.weight_decay",
+            "optimizer.clip",
+            "optimizer.ahead",
+            "lora.rank",
+        ):
             self._check(name, self._get(name) >= 0, "0 or more")
         for name in ("optimizer.lr", "lora.alpha", "distill.temperature"):
             self._check(name, self._get(name) > 0, "above 0")

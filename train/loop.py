@@ -83,6 +83,7 @@ def train(config: Config, devices: str) -> int:
         graphdef, state, optimizer, names = prepare(config, task.model_config, mesh)
     teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
     name = class_name(task.model_config)
+    ahead = config.optimizer.ahead if any(path.startswith("mtp.") for path in names) else 0.0
     schedule = make_schedule(config.optimizer, run.steps)
     sizes = describe_parameters(state.params | state.frozen, names)
     frozen_size = sum(array.size for array in state.frozen.values())
@@ -93,7 +94,7 @@ def train(config: Config, devices: str) -> int:
         "remat": config.model.remat,
     }
     train_step = make_train_step(
-        graphdef, optimizer, schedule, mesh, accumulate=run.accumulate, ema=config.optimizer.ema, **forward
+        graphdef, optimizer, schedule, mesh, accumulate=run.accumulate, ema=config.optimizer.ema, ahead=ahead, **forward
     )
     evaluate = task.make_evaluation(graphdef, mesh, **forward)
 
@@ -240,7 +241,11 @@ def prepare(
     model = make_model(config, model_config, mesh)
     table = weight_table(model)
     names = {weight.path: weight.names for weight in table}
-    graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
+    freeze = [
+        *config.optimizer.freeze,
+        *([r"^mtp\."] if getattr(model, "mtp", ()) and not config.optimizer.ahead else ()),
+    ]
+    graphdef, params, frozen = split_model(model, freeze, names)
     optimizer = make_optimizer(config.optimizer, table, params)
     average, scaled = config.optimizer.ema > 0, config.model.compute == "float16"
     return graphdef, init_state(params, frozen, optimizer, mesh, average=average, scaled=scaled), optimizer, names

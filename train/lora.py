@@ -109,8 +109,9 @@ def add_adapters(model: Any, options: LoraConfig, seed: int = 0) -> None:
         ValueError: a bad pattern, see `find`, or a projection that is both to be adapted and to be trained whole.
     """
     table = family(model.config.model_type).weights(model.config)
-    linears = {path for path, _ in _linears(model)}  # as in PEFT, kernels that are stacked by expert are no targets
-    candidates = [weight for weight in projections(table) if weight.path in linears]
+    # As in PEFT, kernels that are stacked by expert are no targets; transformers builds no heads ahead.
+    linears = {path for path, _ in _linears(model) if not path.startswith("mtp.")}
+    candidates = [weight for weight in projections(_modules(model)) if weight.path in linears]
     found = find("lora.targets pattern", options.targets, {weight.path: weight.names for weight in candidates})
     chosen = {path for paths in found for path in paths}
     keys = iter(jax.random.split(jax.random.key(seed), len(chosen)))
@@ -179,7 +180,8 @@ def _saved_weights(model: Any) -> list[Weight]:
 
 
 def _adapter_weights(model: Any) -> list[Weight]:
-    kernels = {weight.path: weight for weight in family(model.config.model_type).weights(model.config)}
+    """The parameters of the adapters, under PEFT's names."""
+    kernels = {weight.path: weight for weight in _modules(model)}
     table = []
     for path, linear in _linears(model):
         if linear.adapter is None:
@@ -190,7 +192,15 @@ def _adapter_weights(model: Any) -> list[Weight]:
             if getattr(linear.adapter, part) is not None:
                 names = tuple(f"{stem}.{name}" for stem in stems)
                 own = f"{path.removesuffix('kernel')}adapter.{part}"
-                table.append(Weight(own, names, kernel.stacked, transpose=part != "magnitude"))
+                order = () if part == "a" else kernel.order
+                table.append(Weight(own, names, kernel.stacked, transpose=part != "magnitude", order=order))
+    return table
+
+
+def _modules(model: Any) -> list[Weight]:
+    """The model's table under the names of transformers' modules, which PEFT's names are made of."""
+    module = family(model.config.model_type)
+    table: list[Weight] = getattr(module, "stacked_weights", module.weights)(model.config)
     return table
 
 
@@ -233,7 +243,7 @@ def save_adapter(model: Any, folder: pathlib.Path, options: LoraConfig, base: st
 def _target_modules(model: Any, adapters: Sequence[Weight]) -> list[str]:
     """The adapted modules as PEFT wants them: by their last names where these say it all, otherwise in full."""
     full = {_module(name) for weight in adapters for name in weight.names}
-    every = {name.rpartition(".")[0] for w in family(model.config.model_type).weights(model.config) for name in w.names}
+    every = {name.rpartition(".")[0] for weight in _modules(model) for name in weight.names}
     last = {module.rpartition(".")[2] for module in full}
     exact = {module for module in every if module.rpartition(".")[2] in last} == full
     return sorted(last if exact else full)
@@ -325,7 +335,7 @@ def _targets(model: Any, names: set[str], folder: pathlib.Path) -> list[str]:
     """Patterns of exactly the projections that an adapter's tensors are for."""
     modules = {_module(name) for name in names if ".lora_" in name}
     chosen = []
-    for weight in projections(family(model.config.model_type).weights(model.config)):
+    for weight in projections(_modules(model)):
         own = {name.removesuffix(".weight") for name in weight.names}
         if missing := sorted(own - modules) if own & modules else []:
             raise ValueError(

@@ -215,6 +215,7 @@ def make_train_step(
     *,
     accumulate: int = 1,
     ema: float = 0.0,
+    ahead: float = 0.0,
     **forward: Any,
 ) -> Callable[..., tuple[TrainState, Arrays]]:
     """The compiled `(state, batch, sharder, teacher=None) -> (state, metrics)`; the old state is given away.
@@ -227,13 +228,16 @@ def make_train_step(
     Metrics are float32 scalars over the whole global batch, the same for every mesh and any number of microbatches:
     loss, accuracy, grad_norm (before clipping), lr, valid_tokens (labels that count), tokens (all but pads), nonfinite
     (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, with a teacher ce and
-    kl, of which the loss is made, and, where that is part of the loss, the routers' balance loss (before its factor).
+    kl, of which the loss is made, and, where they are part of the loss, the routers' balance loss and loss_ahead, that
+    of the heads of multi-token prediction (both before their factors).
 
     Args:
         optimizer: gives updates at a learning rate of 1, see `make_optimizer`.
         schedule: step, counted from 0, to learning rate.
         accumulate: microbatches, a divisor of the rows that a device holds.
         ema: decay of the moving average, if the state has one.
+        ahead: weight, beside the loss, of the mean loss of a model's heads of multi-token prediction (see its `ahead`).
+            Each is relative to the labels that count (arXiv 2412.19437, equations 24 and 25). 0: there are none.
         forward: keyword arguments of the model's call: transport, kernel, dtype, remat.
     """
     manual = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
@@ -250,7 +254,7 @@ def make_train_step(
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays, routed: RouterSums | None) -> tuple[jax.Array, Arrays]:
-            own, sums = outputs(params, batch)
+            own, sums, later = outputs(params, batch)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
                 loss, correct = cross_entropy(*own, labels, valid_tokens=valid)
@@ -267,11 +271,18 @@ def make_train_step(
             if sums is not None:
                 whole = routed or jax.lax.psum(sums, tuple(manual))
                 balance = balance_loss(sums, whole.chosen, whole.tokens)
-                parts |= {"loss": loss + balanced * balance, "balance": balance}
+                parts |= {"loss": parts["loss"] + balanced * balance, "balance": balance}
+            if later:
+                losses = [cross_entropy(hidden, own[1], labels, valid_tokens=valid)[0] for hidden, labels in later]
+                mean = sum(losses[1:], start=losses[0]) / len(losses)
+                parts |= {"loss": parts["loss"] + ahead * mean, "loss_ahead": mean}
             return parts["loss"] * scale, parts
 
-        def outputs(params: Arrays, batch: Arrays) -> tuple[tuple[jax.Array, jax.Array], RouterSums | None]:
-            """Final hidden states and the head, and what routers did, if their balance counts."""
+        def outputs(params: Arrays, batch: Arrays) -> tuple[tuple[jax.Array, jax.Array], RouterSums | None, list[Any]]:
+            """Final hidden states and the head; what routers did, if their balance counts; and what lies further ahead.
+
+            The last are hidden states and labels of each head of multi-token prediction, if these count.
+            """
             model = merge_model(graphdef, params, frozen)
             start_dropout(model, batch, sharder)
             assemble(model, split)
@@ -279,7 +290,8 @@ def make_train_step(
                 hidden, sums = model.outputs(batch, sharder, **forward)
             else:
                 hidden, sums = model(batch, sharder, **forward), None
-            return (hidden, model.head().astype(hidden.dtype)), sums
+            later = model.ahead(hidden, batch, sharder, **forward) if ahead else []
+            return (hidden, model.head().astype(hidden.dtype)), sums, later
 
         def route(_: None, batch: Arrays) -> tuple[None, RouterSums | None]:
             return None, outputs(params, batch)[1]
@@ -300,6 +312,7 @@ def make_train_step(
                 routed = jax.lax.psum(jax.tree.map(lambda x: x.sum(0), sums), tuple(manual))
             zero = jnp.zeros((), jnp.result_type(*zeros.values()))
             names = ["loss", *(["ce", "kl"] if teacher else []), *(["balance"] if balanced else [])]
+            names += ["loss_ahead"] if ahead else []
             start = {"correct": jnp.int32(0), **dict.fromkeys(names, zero)}, zeros
             start = jax.tree.map(lambda x: vary_over(x, manual), start)
             (parts, grads), _ = jax.lax.scan(add, start, microbatches)

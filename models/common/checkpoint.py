@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cpjax.models.common.layers import Buffer
 from cpjax.models.common.sharding import parameter_sharding, to_host
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -46,8 +47,10 @@ class Weight:
         stacked: over how many first axes `names` run, the last of them fastest: layers, or layers and experts.
         transpose: the tensor on disk is [.., out, in], ours [.., in, out].
         disk_shape: shape on disk where it is not just that, e.g. a convolution that we keep as a matrix.
-        part: (i, n), the i-th of n equal parts of the tensor on disk, cut along its last axis but one. The parts follow
-            each other in the table.
+        part: (i, n), the i-th of n equal parts of the tensor on disk, cut along its last axis but one (a vector's only
+            one). The parts follow each other in the table.
+        order: our i-th output is number order[i] of the tensor on disk, whose first axis runs over outputs; () is as
+            they are.
     """
 
     path: str
@@ -56,6 +59,7 @@ class Weight:
     transpose: bool = False
     disk_shape: tuple[int, ...] | None = None
     part: tuple[int, int] = (0, 1)
+    order: tuple[int, ...] = ()
 
     def shape_on_disk(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of each tensor on disk, for a parameter of the given shape."""
@@ -65,7 +69,7 @@ class Weight:
         if self.transpose:
             own[-2:] = own[-1], own[-2]
         if self.part != (0, 1):
-            own[-2] *= self.part[1]
+            own[_outputs(own)] *= self.part[1]
         return tuple(own)
 
     def to_disk(self, value: Any) -> Iterator[tuple[str, Any]]:
@@ -73,19 +77,27 @@ class Weight:
         for i, name in enumerate(self.names):
             own = value[np.unravel_index(i, value.shape[: self.stacked])] if self.stacked else value
             own = own.swapaxes(-1, -2) if self.transpose else own
+            own = own[np.argsort(self.order)] if self.order else own
             yield name, own if self.disk_shape is None else own.reshape(self.disk_shape)
 
     def from_disk(self, tensors: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
         """The parameter of this shape, from all of its tensors."""
-        own = tuple(shape[1:] if self.stacked else shape)
-        parts = [tensor.reshape(own[::-1]).T if self.transpose else tensor.reshape(own) for tensor in tensors]
-        return np.stack(parts) if self.stacked else parts[0]
+        own = tuple(shape[self.stacked :])
+        disk = (*own[:-2], own[-1], own[-2]) if self.transpose else own
+        parts = [(tensor[np.asarray(self.order)] if self.order else tensor).reshape(disk) for tensor in tensors]
+        parts = [part.swapaxes(-1, -2) if self.transpose else part for part in parts]
+        return np.stack(parts).reshape(shape)
+
+
+def _outputs(shape: Sequence[Any]) -> int:
+    """The axis of a tensor on disk that runs over outputs."""
+    return -2 if len(shape) > 1 else -1
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a parameter-shaped tree (a module, its state, or dicts of arrays) by dotted path."""
     if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree, nnx.Param)
+        tree = nnx.state(tree, nnx.Any(nnx.Param, Buffer))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     # A state's variables add an attribute key, which is no part of the path.
     return {".".join(str(key.key) for key in path if hasattr(key, "key")): leaf for path, leaf in leaves}
@@ -104,7 +116,10 @@ def named_tensors(weights: Sequence[Weight], tree: Any) -> Iterator[tuple[str, A
             if len(parts) == weight.part[1]:
                 for entry in zip(*parts, strict=True):
                     tensors = [tensor for _, tensor in entry]
-                    yield entry[0][0], tensors[0] if len(tensors) == 1 else jnp.concatenate(tensors, axis=-2)
+                    yield (
+                        entry[0][0],
+                        tensors[0] if len(tensors) == 1 else jnp.concatenate(tensors, axis=_outputs(tensors[0].shape)),
+                    )
                 parts = []
     if leaves:
         raise ValueError(f"the tree has {next(iter(leaves))!r}, which is no parameter of this model: pass its own tree")
@@ -149,6 +164,16 @@ class Folder:
     def tensor(self, name: str) -> Any:
         """A lazily read tensor: `get_shape()`, `get_dtype()` and slicing."""
         return self._files[name].get_slice(name)
+
+
+def tensor_names(path: pathlib.Path) -> set[str]:
+    """Names of all tensors in a folder.
+
+    Raises:
+        ValueError: see `Folder`.
+    """
+    with contextlib.ExitStack() as stack:
+        return Folder(path, stack).names
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -239,15 +264,17 @@ def _read(folder: Folder, weight: Weight, shape: Sequence[int], dtype: Any, inde
 
     def entry(name: str) -> np.ndarray:
         tensor = folder.tensor(name)
-        if weight.disk_shape is not None:
+        if weight.disk_shape is not None or weight.order:
             value = tensor[:].reshape(own_shape[::-1] if weight.transpose else own_shape)
+            value = value[np.asarray(weight.order)] if weight.order else value
             return (value.T if weight.transpose else value)[own_index]
         cut = [slice(*own.indices(size)[:2]) for own, size in zip(own_index, own_shape, strict=True)]
         if weight.transpose:
             cut[-2:] = cut[-1], cut[-2]
         if weight.part[0]:
-            first = weight.part[0] * own_shape[-1 if weight.transpose else -2]
-            cut[-2] = slice(first + cut[-2].start, first + cut[-2].stop)
+            axis = _outputs(cut)
+            first = weight.part[0] * own_shape[-1 if weight.transpose else axis]
+            cut[axis] = slice(first + cut[axis].start, first + cut[axis].stop)
         value = tensor[tuple(cut)]
         return value.swapaxes(-1, -2) if weight.transpose else value
 

@@ -20,6 +20,10 @@ Remat = Literal["none", "layer", "dots"]
 everything but that and the products with weights."""
 
 
+class Buffer(nnx.Variable):
+    """An array that is saved with the model and never trained."""
+
+
 class Linear(nnx.Module):
     """y = x @ kernel (+ bias), kernel [in, out], in the dtype of x.
 
@@ -102,17 +106,32 @@ class LayerNorm(nnx.Module):
         return (wide * self.weight[...].astype(wide.dtype) + self.bias[...].astype(wide.dtype)).astype(x.dtype)
 
 
-class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); `scale` is that of the initial down projection."""
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (arXiv 2002.05202)."""
+    return jax.nn.silu(gate) * up
 
-    def __init__(self, features: int, hidden: int, *, scale: float = 1.0, dtype: Any, rngs: nnx.Rngs):
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x), up(x))); `scale` is that of the initial down projection."""
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: Callable[[jax.Array, jax.Array], jax.Array] = swiglu,
+        scale: float = 1.0,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation
         self.gate_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(hidden, features, scale=scale, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., features] -> the same shape."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
 
 
 def rope_frequencies(dim: int, theta: float) -> np.ndarray:

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from tests.models.pictures import PICTURES, VIDEOS, picture, video
+from tests.models.step3p7_goldens import step3p7, step3p7_processing
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 PAD, IMAGE, VIDEO, START, END = 0, 90, 91, 92, 93
@@ -332,3 +333,5 @@ if __name__ == "__main__":
     qwen3_5_adapters()
     qwen3_5_processing()
     qwen3_5_moe()
+    step3p7(spread)
+    step3p7_processing()

@@ -81,7 +81,7 @@ class Encoder:
         """
         plans = self._plans(record)
         ids, _, repeats = self._tokens(record, self.template.render(record), plans, [])
-        return len(ids) + sum(repeats) - len(repeats), sum(int(np.prod(plan.grid)) for plan in plans)
+        return len(ids) + sum(repeats) - len(repeats), sum(int(np.prod(plan.grid, axis=-1).sum()) for plan in plans)
 
     def row(self, record: Record) -> Any:
         """The family's `Row`, one document: labels are the assistant's tokens with the stop token, not yet shifted.

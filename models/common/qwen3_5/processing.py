@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from cpjax.models.common.checkpoint import CONFIG, read_json
+from cpjax.models.common.pictures import to_rgb
 from cpjax.models.common.qwen3_5.config import Config
 from cpjax.models.common.qwen3_5.prepare import Media, patchify
 
@@ -142,7 +143,7 @@ class Processor:
         """The patches of those pictures (one, or those of `plan.frames`), whose size the plan was made for."""
         rule = self.image if plan.modality == "image" else self.video
         height, width = plan.size
-        resized = [_rgb(picture).resize((width, height), Image.Resampling(rule.resample)) for picture in pictures]
+        resized = [to_rgb(picture).resize((width, height), Image.Resampling(rule.resample)) for picture in pictures]
         pixels = np.stack([np.asarray(picture, np.float32) for picture in resized]) * np.float32(rule.rescale)
         pixels -= np.asarray(rule.mean, np.float32)
         pixels /= np.asarray(rule.std, np.float32)
@@ -210,14 +211,6 @@ def smart_resize(
             f"a picture of {height} x {width} pixels was given: a side is too short for patches of {factor}"
         )
     return rows, columns
-
-
-def _rgb(picture: Image.Image) -> Image.Image:
-    """Without transparency: on white."""
-    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
-        picture = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
-    return picture.convert("RGB")
 
 
 def _pixels(default: Pixels, source: Mapping[str, Any]) -> Pixels:

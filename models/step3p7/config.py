@@ -1,0 +1,361 @@
+"""Configuration of a Step 3.7 vision-language model, read from and written to config.json."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Rope, Stack, stack
+
+_DENSE_AT_FIRST = 3  # layers, where config.json does not say which are dense
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """The language model; names as in config.json but for the two ropes."""
+
+    vocab_size: int = 128815
+    hidden_size: int = 4096
+    intermediate_size: int = 11264
+    num_hidden_layers: int = 45
+    num_attention_heads: int = 64
+    num_sliding_attention_heads: int | None = None  # default: as many
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    query_pre_attn_scalar: float | None = None  # default: head_dim
+    sliding_window: int | None = None
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int = 1
+    layer_types: tuple[str, ...] | None = None  # default: full attention
+    mlp_layer_types: tuple[str, ...] | None = None  # default: dense in the first three
+    num_experts_per_tok: int = 8
+    n_routed_experts: int = 288
+    moe_intermediate_size: int = 1280
+    share_expert_dim: int = 1280
+    moe_router_scaling_factor: float = 1.0
+    swiglu_limits: tuple[float | None, ...] | None = None  # those of the layers, and as far as given of the heads below
+    swiglu_limits_shared: tuple[float | None, ...] | None = None
+    num_nextn_predict_layers: int = 0
+    mtp_layer_types: tuple[str, ...] | None = None
+    mtp_mlp_layer_types: tuple[str, ...] | None = None
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    sliding_rope: Rope = dataclasses.field(default_factory=Rope)
+
+    def __post_init__(self) -> None:
+        _positive(self, "text_config")
+        count, ahead = self.num_hidden_layers, self.num_nextn_predict_layers
+        defaults = {
+            "num_sliding_attention_heads": self.num_attention_heads,
+            "query_pre_attn_scalar": self.head_dim,
+            "layer_types": (FULL,) * count,
+            "mlp_layer_types": tuple(SPARSE if i >= _DENSE_AT_FIRST else DENSE for i in range(count)),
+            "mtp_layer_types": (FULL,) * ahead,
+            "mtp_mlp_layer_types": (DENSE,) * ahead,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name, length, kinds in (
+            ("layer_types", count, (FULL, SLIDING)),
+            ("mlp_layer_types", count, (DENSE, SPARSE)),
+            ("mtp_layer_types", ahead, (FULL, SLIDING)),
+            ("mtp_mlp_layer_types", ahead, (DENSE, SPARSE)),
+        ):
+            given = getattr(self, name)
+            unknown = sorted(set(given) - set(kinds))
+            if unknown or len(given) != length:
+                raise ValueError(
+                    f"text_config.{name} has {len(given)} entries{f', among them {unknown}' if unknown else ''}: it "
+                    f"needs one of {kinds[0]!r} and {kinds[1]!r} for each of the {length} layers"
+                )
+        for name in ("swiglu_limits", "swiglu_limits_shared"):
+            limits = getattr(self, name) or ()
+            if limits and len(limits) not in (count, count + ahead):
+                raise ValueError(
+                    f"text_config.{name} has {len(limits)} entries: it needs one for each of the {count} layers"
+                )
+            # 0 is no bound
+            padded = tuple(limit or None for limit in limits) + (None,) * (count + ahead - len(limits))
+            object.__setattr__(self, name, padded)
+        if SLIDING in {*self.types, *(self.mtp_layer_types or ())} and not self.sliding_window:
+            raise ValueError(
+                f"text_config.sliding_window={self.sliding_window!r} must be an integer >= 1, as there are layers of "
+                f"type {SLIDING!r}"
+            )
+        for name in ("num_attention_heads", "num_sliding_attention_heads"):
+            if getattr(self, name) % self.num_key_value_heads:
+                raise ValueError(
+                    f"text_config.{name}={getattr(self, name)} must be a multiple of num_key_value_heads="
+                    f"{self.num_key_value_heads}"
+                )
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise ValueError(
+                f"text_config.num_experts_per_tok={self.num_experts_per_tok} must be at most n_routed_experts="
+                f"{self.n_routed_experts}"
+            )
+        for rope in (self.rope, self.sliding_rope):
+            if (turning := int(self.head_dim * rope.partial)) < 2 or turning % 2 or rope.partial > 1:
+                raise ValueError(
+                    f"head_dim={self.head_dim} x partial_rotary_factor={rope.partial} gives {turning} rotated "
+                    "features: it must be an even number of at least 2, and at most head_dim"
+                )
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """`layer_types`, never None."""
+        return self.layer_types or ()
+
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The decoder layers as few patterns, each repeated: what is traced once for each layer of a pattern."""
+        return stack(self._layers(self.types, self.mlp_layer_types, 0))
+
+    @property
+    def mtp_layers(self) -> tuple[Layer, ...]:
+        """The layer inside each multi-token prediction head."""
+        return self._layers(self.mtp_layer_types, self.mtp_mlp_layer_types, self.num_hidden_layers)
+
+    def heads(self, layer: Layer) -> int:
+        """Query heads of a layer."""
+        return (self.num_sliding_attention_heads if layer.sliding else None) or self.num_attention_heads
+
+    def _layers(self, types: Sequence[str] | None, mlp_types: Sequence[str] | None, start: int) -> tuple[Layer, ...]:
+        routed, shared = (limits[start:] for limits in (self.swiglu_limits or (), self.swiglu_limits_shared or ()))
+        return tuple(
+            Layer(kind == SLIDING, mlp == SPARSE, limit if mlp == SPARSE else None, shared_limit)
+            for kind, mlp, limit, shared_limit in zip(types or (), mlp_types or (), routed, shared, strict=False)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower; names as in config.json, where `rope_theta` lives in `rope_parameters`."""
+
+    num_hidden_layers: int = 47
+    hidden_size: int = 1536
+    intermediate_size: int = 8960
+    num_attention_heads: int = 16
+    num_channels: int = 3
+    image_size: int = 728
+    patch_size: int = 14
+    layer_norm_eps: float = 1e-5
+    layer_scale_init_value: float = 0.1
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "vision_config")
+        if self.hidden_size % (4 * self.num_attention_heads):
+            raise ValueError(
+                f"vision_config.hidden_size={self.hidden_size} must be a multiple of 4 x num_attention_heads="
+                f"{self.num_attention_heads}: half of each head turns with the column, half with the row"
+            )
+
+    spatial_merge_size = 4
+    """Patches along each side that become one feature: two convolutions halve the sides."""
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of one flattened patch: channels x height x width."""
+        return self.num_channels * self.patch_size**2
+
+    @property
+    def table_side(self) -> int:
+        """Side of the square table of learned positions."""
+        return self.image_size // self.patch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole model: what config.json says.
+
+    `source` is the mapping that the configuration was read from, so that fields unknown here survive a round trip.
+    """
+
+    text: TextConfig = dataclasses.field(default_factory=TextConfig)
+    vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
+    image_token_id: int = 151679
+    projector_bias: bool = False
+    tie_word_embeddings: bool = False
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    model_type = "step3p7"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.image_token_id < self.text.vocab_size:
+            raise ValueError(
+                f"image_token_id={self.image_token_id} lies outside the vocabulary of {self.text.vocab_size} tokens"
+            )
+
+    @classmethod
+    def from_dict(cls, source: Mapping[str, Any]) -> Config:
+        """Reads the content of config.json, in the form of the released checkpoints or that of transformers.
+
+        Raises:
+            ValueError: another model type, or a feature or size that this implementation doesn't support.
+        """
+        if source.get("model_type") != cls.model_type:
+            raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
+        return cls(
+            text=_read(TextConfig, _text(dict(_mapping(source, "text_config")))),
+            vision=_read(VisionConfig, _vision(dict(_mapping(source, "vision_config")))),
+            **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in source},
+            source=copy.deepcopy(dict(source)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json: what was read, verbatim, as long as no field was changed since."""
+        if self.source and Config.from_dict(self.source) == self:
+            return copy.deepcopy(dict(self.source))
+        text, vision = _plain(self.text), _plain(self.vision)
+        count = self.text.num_hidden_layers
+        heads = text["num_sliding_attention_heads"]
+        text["per_layer_config"] = {
+            str(i): {"num_attention_heads": heads} for i, kind in enumerate(self.text.types) if kind == SLIDING
+        }
+        for name in ("swiglu_limits", "swiglu_limits_shared"):
+            if not any(text[name][count:]):
+                text[name] = text[name][:count]
+        text["rope_parameters"] = {
+            FULL: _rope_parameters(self.text.rope), SLIDING: _rope_parameters(self.text.sliding_rope)
+        }  # fmt: skip
+        del text["rope"], text["sliding_rope"]
+        vision["mlp_ratio"] = self.vision.intermediate_size / self.vision.hidden_size
+        vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
+        return {
+            "architectures": ["Step3p7ForConditionalGeneration"],
+            "model_type": self.model_type,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},
+            "text_config": {"model_type": "step3p5", "tie_word_embeddings": self.tie_word_embeddings, **text},
+            "vision_config": {"model_type": "step3p5_vision", "hidden_act": "quick_gelu", **vision},
+        }
+
+
+def _text(text: dict[str, Any]) -> dict[str, Any]:
+    """The text_config of config.json with the names of `TextConfig`."""
+    for name, other in (
+        ("num_key_value_heads", "num_attention_groups"), ("n_routed_experts", "moe_num_experts"),
+        ("n_routed_experts", "num_local_experts"), ("num_experts_per_tok", "moe_top_k"),
+        ("share_expert_dim", "share_expert_dims"), ("num_nextn_predict_layers", "num_mtp_layers"),
+    ):  # fmt: skip
+        if name not in text and other in text:
+            text[name] = text[other]
+    for key, needed in (
+        ("attention_bias", False), ("mlp_bias", False), ("attention_dropout", 0),
+        ("use_bidirectional_attention", False),
+    ):  # fmt: skip
+        if (text.get(key) or needed) != needed:
+            raise ValueError(f"text_config.{key}={text[key]!r} is not supported: only {needed!r} is")
+    count = text.get("num_hidden_layers", TextConfig.num_hidden_layers)
+    ahead = text.get("num_nextn_predict_layers") or 0
+    text["num_nextn_predict_layers"] = ahead
+
+    sparse = text.get("moe_layers_enum")
+    if text.get("mlp_layer_types") is None and sparse is not None:
+        numbers = {int(n) for n in (sparse.split(",") if isinstance(sparse, str) else sparse) if str(n).strip()}
+        text["mlp_layer_types"] = [SPARSE if i in numbers else DENSE for i in range(count + ahead)]
+    for name in ("layer_types", "mlp_layer_types"):  # the released files go on with the layers of the heads
+        kinds = text.get(name)
+        if isinstance(kinds, list) and ahead and len(kinds) == count + ahead:
+            text[name], text[f"mtp_{name}"] = kinds[:count], kinds[count:]
+
+    if text.get("num_sliding_attention_heads") is None:
+        text["num_sliding_attention_heads"] = _mapping(text, "attention_other_setting").get("num_attention_heads")
+    heads = text["num_sliding_attention_heads"] or text.get("num_attention_heads", TextConfig.num_attention_heads)
+    for layer, other in _mapping(text, "per_layer_config").items():
+        if other != {"num_attention_heads": heads}:
+            raise ValueError(
+                f"text_config.per_layer_config says {other} of layer {layer}: only num_attention_heads={heads}, that "
+                "of all sliding layers, is supported"
+            )
+
+    kinds = text.get("layer_types") or [FULL] * count
+    by_type = _mapping(text, "rope_parameters")
+    for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")):
+        if kind in by_type:
+            rope = dict(by_type[kind])
+        elif kind in kinds:
+            rope = {"rope_theta": _of_layer(text.get("rope_theta"), kinds.index(kind))}
+            rope["partial_rotary_factor"] = _of_layer(text.get("partial_rotary_factors"), kinds.index(kind))
+            if kind == FULL:
+                rope |= _mapping(text, "rope_scaling")
+        else:
+            continue
+        text[name] = _rope(rope)
+    return text
+
+
+def _of_layer(value: Any, layer: int) -> Any:
+    return value[layer] if isinstance(value, list) else value
+
+
+def _rope(source: Mapping[str, Any]) -> Rope:
+    kind = source.get("rope_type") or "default"
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type={kind!r} is not supported: use 'default' or 'llama3'")
+    llama3 = None
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if missing := [name for name in names if source.get(name) is None]:
+            raise ValueError(f"rope_type='llama3' was given without {missing[0]}: name it beside rope_type")
+        factor, low, high, context = (float(source[name]) for name in names)
+        llama3 = (factor, low, high, context)
+    theta, partial = source.get("rope_theta"), source.get("partial_rotary_factor")
+    return Rope(Rope.theta if theta is None else theta, Rope.partial if partial is None else partial, llama3)
+
+
+def _rope_parameters(rope: Rope) -> dict[str, Any]:
+    out = {"rope_type": "default", "rope_theta": rope.theta, "partial_rotary_factor": rope.partial}
+    if rope.llama3 is not None:
+        factor, low, high, context = rope.llama3
+        out |= {
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_position_embeddings": int(context),
+        }  # fmt: skip
+    return out
+
+
+def _vision(vision: dict[str, Any]) -> dict[str, Any]:
+    """The vision_config of config.json with the names of `VisionConfig`."""
+    for name, other in (
+        ("hidden_size", "width"), ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"),
+        ("layer_scale_init_value", "ls_init_value"),
+    ):  # fmt: skip
+        if other in vision:
+            vision[name] = vision[other]
+    for key, needed in (("hidden_act", "quick_gelu"), ("attention_dropout", 0), ("use_cls_token", False)):
+        if (vision.get(key) or needed) != needed:
+            raise ValueError(f"vision_config.{key}={vision[key]!r} is not supported: only {needed!r} is")
+    size = vision.get("hidden_size", VisionConfig.hidden_size)
+    vision["intermediate_size"] = int(size * vision.get("mlp_ratio", 8960 / 1536))
+    vision["rope_theta"] = _mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+    return vision
+
+
+def _mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = source.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} in config.json is {value!r:.40}, not an object: copy or download the file again")
+    return value
+
+
+def _read(cls: Any, values: Mapping[str, Any]) -> Any:
+    """The dataclass from those values that it knows; lists become tuples, to be hashable."""
+    known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in known.items()})
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A dataclass as JSON would hold it."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def _positive(config: Any, where: str) -> None:
+    for field in dataclasses.fields(config):
+        value, least = getattr(config, field.name), int(field.name not in _MAY_BE_ZERO)
+        if field.type == "int" and (not isinstance(value, int) or value < least):
+            raise ValueError(f"{where}.{field.name}={value!r} must be an integer >= {least}")
+
+
+_MAY_BE_ZERO = ("pad_token_id", "num_nextn_predict_layers")

@@ -1,0 +1,274 @@
+"""From rows of tokens and images to the host batch: everything that depends on other positions, in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cpjax.models.step3p7.config import Config, VisionConfig
+from cpjax.shard import IGNORE, Stream
+
+STREAMS: Mapping[str, Stream] = {
+    "vision_index": Stream(axis=1, fill=-1),
+    "pixel_values": Stream(axis=None),
+    "vision_segment_ids": Stream(axis=None),
+    "vision_positions": Stream(axis=None),
+    "vision_table_indices": Stream(axis=None),
+    "vision_table_weights": Stream(axis=None),
+    "vision_windows1": Stream(axis=None),
+    "vision_windows2": Stream(axis=None),
+}
+"""The model's own streams, for `cpjax.shard.make_batch`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Media:
+    """An image as one or more views, for the family's processor crops and then the whole.
+
+    Attributes:
+        patches: [sum of h w, patch_dim], in the order of `patchify`.
+        grid: (h, w) of each view, in patches.
+        modality: always "image".
+    """
+
+    patches: np.ndarray
+    grid: tuple[tuple[int, int], ...]
+    modality: str = "image"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a batch: one or more documents.
+
+    Attributes:
+        input_ids: [S]; each view is a run of h w / 16 placeholder tokens, in the order of `media`.
+        labels: [S], labels[t] belongs to input_ids[t] (`prepare` shifts them); -100 = no target; None = none at all.
+        document_ids: [S], 1-based, each document one run; None = a single document.
+        media: images in their order in the row.
+    """
+
+    input_ids: Any
+    labels: Any = None
+    document_ids: Any = None
+    media: Sequence[Media] = ()
+
+
+def prepare(
+    config: Config, rows: Sequence[Row], *, length: int | None = None, num_patches: int | None = None
+) -> dict[str, np.ndarray]:
+    """The batch of B rows, each padded on the right to the longest.
+
+    | key | shape | |
+    |---|---|---|
+    | input_ids, padding_mask, document_ids | [B, S] | pads: pad id, True, 0 |
+    | labels | [B, S] | the target of each position: shifted inside each document, -100 at its last token and on pads |
+    | position_ids | [B, S] | from 0 in each document |
+    | vision_index | [B, S] | row of the features of a placeholder token, -1 elsewhere |
+    | pixel_values | [B, N, patch_dim] | patches of all views of the row |
+    | vision_segment_ids | [B, N] | number of the view in the row, 1-based; 0 = pad |
+    | vision_positions | [B, N, 2] | row and column of the patch |
+    | vision_table_indices, vision_table_weights | [B, N, 4] | bilinear look-up in the table of learned positions |
+    | vision_windows1 | [B, N / 4, 9] | the patches in each window of the first convolution; -1 = beyond the border |
+    | vision_windows2 | [B, N / 16, 9] | what of the first the second sees |
+
+    The last eight are left out when no row has media and `num_patches` is None.
+
+    Args:
+        config: the model's configuration.
+        rows: at least one.
+        length: S, if it is to be longer than the longest row (equal shapes compile once).
+        num_patches: N, likewise; a multiple of 16.
+
+    Raises:
+        ValueError: placeholders that don't fit the media (number or run length), patches that don't fit their grid, ids
+            outside the vocabulary, streams of different length, or a row longer than `length` or `num_patches`.
+    """
+    lengths = [len(row.input_ids) for row in rows]
+    if not lengths or not min(lengths):
+        raise ValueError(f"rows of lengths {lengths} were given: there must be at least one row, and none empty")
+    counts = [sum(len(media.patches) for media in row.media) for row in rows]
+    size = _room(length, max(lengths), "length", "tokens")
+    patches, unit = _room(num_patches, max(counts), "num_patches", "patches"), config.vision.spatial_merge_size**2
+    if patches % unit:
+        raise ValueError(f"num_patches={patches} must be a multiple of {unit}")
+
+    batch = [_row(config, row, number) for number, row in enumerate(rows)]
+    fills = {
+        "input_ids": config.text.pad_token_id, "labels": IGNORE, "padding_mask": True, "document_ids": 0,
+        "vision_index": -1,
+    }  # fmt: skip
+    out = {key: _stack([row[key] for row in batch], size, fill) for key, fill in fills.items()}
+    positions = [row["position_ids"] for row in batch]
+    rest = [p[-1] + np.arange(1, size - len(p) + 1) for p in positions]
+    out["position_ids"] = np.stack([np.append(*both) for both in zip(positions, rest, strict=True)]).astype(np.int32)
+    if not patches:
+        del out["vision_index"]
+        return out
+    for key in STREAMS.keys() - {"vision_index"}:
+        room = patches // {"vision_windows1": 4, "vision_windows2": unit}.get(key, 1)
+        out[key] = _stack([row[key] for row in batch], room, -1 if "windows" in key else 0)
+    return out
+
+
+def _room(given: int | None, needed: int, name: str, what: str) -> int:
+    if given is not None and given < needed:
+        raise ValueError(f"{name}={given} was given, but a row has {needed} {what}: raise it or shorten the row")
+    return needed if given is None else given
+
+
+def _stack(arrays: Sequence[np.ndarray], size: int, fill: Any) -> np.ndarray:
+    """Pads the first axis of each to `size` and stacks them."""
+    return np.stack([np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1), constant_values=fill) for a in arrays])
+
+
+def _row(config: Config, row: Row, number: int) -> dict[str, np.ndarray]:
+    """All streams of one row, unpadded."""
+    ids = np.asarray(row.input_ids, np.int32)
+    documents = np.ones_like(ids) if row.document_ids is None else np.asarray(row.document_ids, np.int32)
+    labels = np.full_like(ids, IGNORE) if row.labels is None else np.asarray(row.labels, np.int32)
+    if ids.ndim != 1 or documents.shape != ids.shape or labels.shape != ids.shape:
+        raise ValueError(
+            f"row {number} has input_ids of shape {ids.shape}, labels {labels.shape} and document_ids "
+            f"{documents.shape}: all must be [S]"
+        )
+    for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE])):
+        outside = values[(values < 0) | (values >= config.text.vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"row {number} has the value {outside[0]} in {name}: the vocabulary ends at "
+                f"{config.text.vocab_size - 1}"
+            )
+    starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
+    if documents.min() < 1 or len(np.unique(documents)) != len(starts):
+        raise ValueError(f"document_ids of row {number} must be 1-based, and each document one run of tokens")
+
+    targets = np.append(labels[1:], IGNORE)
+    targets[starts[1:] - 1] = IGNORE  # a document does not predict the next one
+    vision = _vision(config.vision, row.media, number)
+    placeholder = ids == config.image_token_id
+    _check_placeholders(config, placeholder, documents, row.media, number)
+    place = np.arange(len(ids))
+    return {
+        "input_ids": ids,
+        "labels": targets.astype(np.int32),
+        "padding_mask": np.zeros(ids.shape, bool),
+        "document_ids": documents,
+        "position_ids": place - starts[np.searchsorted(starts, place, side="right") - 1],
+        "vision_index": np.where(placeholder, np.cumsum(placeholder) - 1, -1).astype(np.int32),
+        **vision,
+    }
+
+
+def _check_placeholders(
+    config: Config, placeholder: np.ndarray, documents: np.ndarray, media: Sequence[Media], number: int
+) -> None:
+    """Each view must be one run of tokens in one document."""
+    needed = [_tokens(config.vision, view) for item in media for view in item.grid]
+    places = np.flatnonzero(placeholder)
+    if len(places) != sum(needed):
+        raise ValueError(
+            f"row {number} has {len(places)} placeholder tokens {config.image_token_id}, but its {len(media)} images "
+            f"of {len(needed)} views need {sum(needed)}: give all of its images, and each view its own tokens"
+        )
+    for view, run in enumerate(np.split(places, np.cumsum(needed)[:-1]) if needed else []):
+        if run[-1] - run[0] + 1 != len(run) or len(set(documents[run].tolist())) != 1:
+            raise ValueError(
+                f"row {number} needs {len(run)} tokens {config.image_token_id} in a row at {run[0]} for view "
+                f"{view + 1}, all in one document"
+            )
+
+
+def _tokens(config: VisionConfig, view: tuple[int, int]) -> int:
+    """Number of features of a view."""
+    return view[0] * view[1] // config.spatial_merge_size**2
+
+
+def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[str, np.ndarray]:
+    """The packed patches of a row and what the tower must know about each."""
+    unit = config.spatial_merge_size
+    pixels, segments, positions = [np.zeros((0, config.patch_dim), np.float32)], [np.zeros(0, int)], []
+    indices, weights = [np.zeros((0, 4), int)], [np.zeros((0, 4))]
+    windows = [[np.zeros((0, 9), int)], [np.zeros((0, 9), int)]]
+    for item in media:
+        if not item.grid or any(min(view) < 1 or view[0] % unit or view[1] % unit for view in item.grid):
+            raise ValueError(
+                f"row {number} has an image of the grids {item.grid}: it needs at least one view (h, w), h and w "
+                f"multiples of {unit}"
+            )
+        if item.patches.shape != (total := sum(h * w for h, w in item.grid), config.patch_dim):
+            raise ValueError(
+                f"row {number} has patches of shape {item.patches.shape} for the grids {item.grid}: it must be "
+                f"{(total, config.patch_dim)}"
+            )
+        pixels.append(item.patches)
+        for height, width in item.grid:
+            coordinates = np.stack(np.divmod(np.arange(height * width), width), axis=-1)
+            index, weight = _bilinear(coordinates, (height, width), config.table_side)
+            done = sum(map(len, segments))
+            segments.append(np.full(height * width, len(segments)))
+            positions.append(coordinates)
+            indices.append(index)
+            weights.append(weight)
+            for level in windows:
+                level.append(_windows(height, width, done))
+                height, width, done = height // 2, width // 2, done // 4
+    return {
+        "pixel_values": np.concatenate(pixels).astype(np.float32),
+        "vision_segment_ids": np.concatenate(segments).astype(np.int32),
+        "vision_positions": np.concatenate([np.zeros((0, 2), int), *positions]).astype(np.int32),
+        "vision_table_indices": np.concatenate(indices).astype(np.int32),
+        "vision_table_weights": np.concatenate(weights).astype(np.float32),
+        "vision_windows1": np.concatenate(windows[0]).astype(np.int32),
+        "vision_windows2": np.concatenate(windows[1]).astype(np.int32),
+    }
+
+
+def _bilinear(coordinates: np.ndarray, size: tuple[int, int], side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Corners and weights that stretch a side x side table over the grid, border on border."""
+    source = np.maximum((coordinates + 0.5) * side / np.asarray(size) - 0.5, 0)
+    low = np.minimum(np.floor(source).astype(int), side - 1)
+    taps = np.stack([low, np.minimum(low + 1, side - 1)], axis=-1)  # [n, axis, 2]
+    share = np.stack([1 - (source - low), source - low], axis=-1)
+    index = taps[:, 0, :, None] * side + taps[:, 1, None, :]
+    weight = share[:, 0, :, None] * share[:, 1, None, :]
+    return index.reshape(-1, 4), weight.reshape(-1, 4)
+
+
+def _windows(height: int, width: int, start: int) -> np.ndarray:
+    """What the 3 x 3 windows of a convolution with stride 2 and a border of one see: [h w / 4, 9], -1 on the border.
+
+    Args:
+        start: number of the grid's first entry.
+    """
+    row, column = (2 * np.arange(n // 2)[:, None] + np.arange(-1, 2) for n in (height, width))  # [n / 2, 3]
+    index = start + row[:, None, :, None] * width + column[None, :, None, :]
+    inside = (row >= 0)[:, None, :, None] & (column >= 0)[None, :, None, :]  # sides are even: no window sticks out
+    return np.where(inside, index, -1).reshape(-1, 9)
+
+
+def patchify(config: VisionConfig, views: Sequence[np.ndarray]) -> Media:
+    """Cuts the views of an image into the tower's patches, row by row.
+
+    Args:
+        config: the tower's configuration.
+        views: each [H, W, C], already normalised.
+
+    Raises:
+        ValueError: a size that is not a multiple of 4 x patch_size, or another number of channels.
+    """
+    side, unit = config.patch_size, config.spatial_merge_size * config.patch_size
+    patches, grid = [], []
+    for view in views:
+        if view.ndim != 3 or any(n % unit or not n for n in view.shape[:2]) or view.shape[2] != config.num_channels:
+            raise ValueError(
+                f"a view of shape {view.shape} was given: it must be [H, W, {config.num_channels}], H and W multiples "
+                f"of {unit}"
+            )
+        height, width = view.shape[0] // side, view.shape[1] // side
+        cut = view.reshape(height, side, width, side, config.num_channels).transpose(0, 2, 4, 1, 3)
+        patches.append(cut.reshape(height * width, config.patch_dim))
+        grid.append((height, width))
+    return Media(np.ascontiguousarray(np.concatenate(patches), np.float32), tuple(grid))
