@@ -17,6 +17,7 @@ from cpjax.models.common import checkpoint
 __all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_names"]
 
 _FAMILIES = {
+    "gemma4": "cpjax.models.gemma4",
     "qwen3_5": "cpjax.models.qwen3_5",
 }
 
@@ -25,7 +26,7 @@ def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
-    and for `cpjax.models.generate` a `prefill` and a `decode`.
+    and for `cpjax.models.generate` a `prefill` and a `decode`. A model that caps its logits says so in `logit_softcap`.
 
     Raises:
         ValueError: no such family.

@@ -235,23 +235,28 @@ def make_train_step(
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Arrays]:
-            own = outputs(merge_model(graphdef, params, frozen), split, batch, **forward)
+            own, softcap = outputs(merge_model(graphdef, params, frozen), split, batch, **forward)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
-                loss, correct = cross_entropy(*own, labels, valid_tokens=valid)
+                loss, correct = cross_entropy(*own, labels, valid_tokens=valid, softcap=softcap)
                 return loss * scale, {"loss": loss, "correct": correct}
             model = merge_model(teacher.graphdef, teacher.arrays)
-            targets = outputs(model, teacher_split, batch, **forward | {"dtype": None, "remat": "none"})
-            loss, (ce, kl, correct) = distillation_loss(
-                *own, *targets, labels, valid_tokens=valid, ratio=teacher.ratio, temperature=teacher.temperature
+            targets, teacher_softcap = outputs(
+                model, teacher_split, batch, **forward | {"dtype": None, "remat": "none"}
             )
+            loss, (ce, kl, correct) = distillation_loss(
+                *own, *targets, labels, valid_tokens=valid, ratio=teacher.ratio, temperature=teacher.temperature,
+                softcap=softcap, teacher_softcap=teacher_softcap,
+            )  # fmt: skip
             return loss * scale, {"loss": loss, "ce": ce, "kl": kl, "correct": correct}
 
-        def outputs(model: Any, split: Mapping[str, int], batch: Arrays, **forward: Any) -> tuple[jax.Array, jax.Array]:
-            """Final hidden states, and the head."""
+        def outputs(
+            model: Any, split: Mapping[str, int], batch: Arrays, **forward: Any
+        ) -> tuple[tuple[jax.Array, jax.Array], float | None]:
+            """Final hidden states and the head, and the softcap of their logits."""
             assemble(model, split)
             hidden = model(batch, sharder, **forward)
-            return hidden, model.head().astype(hidden.dtype)
+            return (hidden, model.head().astype(hidden.dtype)), getattr(model, "logit_softcap", None)
 
         def add(total: Any, batch: Arrays) -> tuple[Any, None]:
             (_, parts), grads = loss_and_grads(params, batch)

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cpjax.models.common.layers import Buffer
 from cpjax.models.common.sharding import parameter_sharding
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -70,7 +71,7 @@ class Weight:
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a parameter-shaped tree (a module, its state, or dicts of arrays) by dotted path."""
     if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree, nnx.Param)
+        tree = nnx.state(tree, nnx.Any(nnx.Param, Buffer))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     # A state's variables add an attribute key, which is no part of the path.
     return {".".join(str(key.key) for key in path if hasattr(key, "key")): leaf for path, leaf in leaves}
@@ -290,7 +291,7 @@ def write_tensors(tensors: Mapping[str, Any], path: pathlib.Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    arrays = {name: np.ascontiguousarray(jax.device_get(value)) for name, value in tensors.items()}
+    arrays = {name: np.asarray(jax.device_get(value), order="C") for name, value in tensors.items()}
     try:
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -319,7 +320,7 @@ def _write(tensors: Iterator[tuple[str, Any]], folder: pathlib.Path, max_shard_b
         shard.clear()
 
     for name, value in tensors:
-        tensor = np.ascontiguousarray(jax.device_get(value))
+        tensor = np.asarray(jax.device_get(value), order="C")
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()
             size = 0

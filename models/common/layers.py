@@ -19,6 +19,10 @@ Remat = Literal["none", "layer", "dots"]
 everything but that and the products with weights."""
 
 
+class Buffer(nnx.Variable):
+    """An array that is saved with the model and never trained."""
+
+
 class Linear(nnx.Module):
     """y = x @ kernel (+ bias), kernel [in, out], in the dtype of x.
 
@@ -53,6 +57,12 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
+def rms_norm(x: jax.Array, eps: float) -> jax.Array:
+    """x [..., features] over its root mean square, in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm; the scale is the weight (one at the start), or 1 + weight (`zero_centered`, zero)."""
 
@@ -63,8 +73,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """x [..., features] -> the same shape, times silu(gate) if given."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        wide = rms_norm(x, self.eps)
         weight = self.weight[...].astype(wide.dtype)
         wide = wide * (1 + weight if self.zero_centered else weight)
         if gate is not None:
@@ -101,17 +110,32 @@ class LayerNorm(nnx.Module):
         return (wide * self.weight[...].astype(wide.dtype) + self.bias[...].astype(wide.dtype)).astype(x.dtype)
 
 
-class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)); `scale` is that of the initial down projection."""
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (arXiv 2002.05202)."""
+    return jax.nn.silu(gate) * up
 
-    def __init__(self, features: int, hidden: int, *, scale: float = 1.0, dtype: Any, rngs: nnx.Rngs):
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x), up(x))); `scale` is that of the initial down projection."""
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        activation: Callable[[jax.Array, jax.Array], jax.Array] = swiglu,
+        scale: float = 1.0,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation
         self.gate_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(features, hidden, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(hidden, features, scale=scale, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., features] -> the same shape."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
 
 
 def rope_frequencies(dim: int, theta: float) -> np.ndarray:
@@ -142,20 +166,26 @@ def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rng
     return layers
 
 
-def scan_layers(layers: Any, hidden: jax.Array, *args: Any, remat: Remat = "layer") -> jax.Array:
-    """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args)`.
+def scan_layers(layers: Any, hidden: Any, *args: Any, each: Any = (), remat: Remat = "layer") -> Any:
+    """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args, *own)`.
 
     Compile time and the program's size do not grow with the number of copies; with `remat` "layer" the backward pass
     keeps only the hidden state between them.
+
+    Args:
+        hidden: array or tree of arrays that goes from layer to layer.
+        args: the same for all.
+        each: arrays whose first axis holds what each layer gets of its `own`.
     """
     graph, stacked = nnx.split(layers)
 
-    def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, None]:
+    def body(hidden: Any, one: Any) -> tuple[Any, None]:
+        params, own = one
         layer = nnx.merge(graph, params)
         gather_parts(layer, layers.parts)
-        return layer(hidden, *args), None
+        return layer(hidden, *args, *own), None
 
     if remat != "none":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
         body = jax.checkpoint(body, policy=policy)
-    return jax.lax.scan(body, hidden, stacked)[0]
+    return jax.lax.scan(body, hidden, (stacked, each))[0]
