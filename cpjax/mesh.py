@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -9,8 +10,8 @@ from jax.sharding import AxisType
 
 AXES = ("dp", "fsdp", "cp")
 
-ROW_AXES = ("dp", "fsdp", "cp")
-"""Axes that split the rows of a batch; cp does where it is automatic, as in generation."""
+ROW_AXES = ("cp", "dp", "fsdp")
+"""Axes that split the rows of a batch, in the order of the mesh; cp does where it is automatic, as in generation."""
 
 HEAD_AXES = ("tp",)
 """Axes that split the heads of attention."""
@@ -33,10 +34,20 @@ def device_platform() -> str:
     return device.platform if device is not None else jax.default_backend()
 
 
+def splitting_axes(names: Sequence[str], size: int) -> tuple[str, ...]:
+    """Those of the automatic axes of the mesh in context, of more than one device, that together divide `size`."""
+    mesh, found = jax.sharding.get_abstract_mesh(), tuple[str, ...]()
+    for name in names:
+        many = name in mesh.auto_axes and mesh.shape[name] > 1
+        if many and size % math.prod(mesh.shape[n] for n in (*found, name)) == 0:
+            found = (*found, name)
+    return found
+
+
 def make_mesh(
     dp: int = 1, fsdp: int = 1, cp: int = 1, *, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh with axes ("dp", "fsdp", "cp"), all automatic; `jax.shard_map` makes cp manual where it is needed.
+    """A mesh with axes dp, fsdp and cp, all automatic; `jax.shard_map` makes cp manual where it is needed.
 
     Neighbouring devices form a cp ring. Where there are more devices than needed, the first ones are taken.
 
@@ -60,4 +71,8 @@ def make_mesh(
             f"a mesh of dp {dp} x fsdp {fsdp} x cp {cp} needs {needed} devices, but there are {len(devices)} "
             f"({devices[0].platform}): lower one of the three, or start with more devices"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
+    mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
+    # Where rows are made manual inside of cp's shard_map, XLA of jax 0.12 aborts unless cp is the first axis by name.
+    names = sorted(AXES, key=lambda name: name != "cp")
+    order = [AXES.index(name) for name in names]
+    return jax.sharding.Mesh(mesh.devices.transpose(order), names, axis_types=mesh.axis_types)

@@ -19,6 +19,7 @@ __all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_na
 _FAMILIES = {
     "gemma4": "cpjax.models.gemma4",
     "qwen3_5": "cpjax.models.qwen3_5",
+    "qwen3_5_moe": "cpjax.models.qwen3_5_moe",
 }
 
 
@@ -26,7 +27,10 @@ def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
-    and for `cpjax.models.generate` a `prefill` and a `decode`. A model that caps its logits says so in `logit_softcap`.
+    and for `cpjax.models.generate` a `prefill` and a `decode`. A folder may also be laid out as `stacked_weights` says,
+    if there are any. A model whose layers have routers has `router_loss`, what their balance loss is multiplied by, and
+    `outputs`, which takes what a call does and returns hidden states and `experts.RouterSums`. One that caps its logits
+    says so in `logit_softcap`.
 
     Raises:
         ValueError: no such family.
@@ -52,7 +56,8 @@ def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dt
     module = family(str(source.get("model_type")))
     config = module.Config.from_dict(source)
     abstract = nnx.eval_shape(lambda: module.Model(config, rngs=nnx.Rngs(0)))
-    return checkpoint.load(abstract, module.weights(config), path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
+    tables = [layout(config) for layout in (module.weights, getattr(module, "stacked_weights", None)) if layout]
+    return checkpoint.load(abstract, tables, path, mesh=mesh, dtype=dtype, dropped=module.DROPPED)
 
 
 def save_pretrained(

@@ -90,7 +90,8 @@ def add_adapters(model: Any, options: LoraConfig, seed: int = 0) -> None:
     Raises:
         ValueError: a bad pattern, see `find`.
     """
-    candidates = projections(family(model.config.model_type).weights(model.config))
+    linears = {path for path, _ in _linears(model)}  # as in PEFT, kernels that are stacked by expert are no targets
+    candidates = [w for w in projections(family(model.config.model_type).weights(model.config)) if w.path in linears]
     found = find("lora.targets pattern", options.targets, {weight.path: weight.names for weight in candidates})
     chosen = {path for paths in found for path in paths}
     keys = iter(jax.random.split(jax.random.key(seed), len(chosen)))

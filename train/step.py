@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from cpjax.loss import cross_entropy, distillation_loss
 from cpjax.mesh import compiler_options
+from cpjax.models.common.experts import RouterSums, balance_loss
 from cpjax.models.common.sharding import assemble, cp_axes, cp_specs, tree_shardings
 from cpjax.shard import IGNORE, Sharder
 from cpjax.train.optimizer import moving_average
@@ -212,8 +213,8 @@ def make_train_step(
 
     Metrics are float32 scalars over the whole global batch, the same for every mesh and any number of microbatches:
     loss, accuracy, grad_norm (before clipping), lr, valid_tokens (labels that count), tokens (all but pads), nonfinite
-    (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, and, with a teacher, ce
-    and kl, of which the loss is made.
+    (steps in a row, up to this one, that were not finite), loss_scale where the loss is scaled, with a teacher ce and
+    kl, of which the loss is made, and, where that is part of the loss, the routers' balance loss (before its factor).
 
     Args:
         optimizer: gives updates at a learning rate of 1, see `make_optimizer`.
@@ -232,45 +233,64 @@ def make_train_step(
         # Each rank has its own copy from here on of what it holds whole: else every use of such a parameter would add
         # its gradient over the ranks.
         params, frozen, teacher = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen, teacher))
+        model = merge_model(graphdef, params, frozen)
+        balanced, softcap = getattr(model, "router_loss", 0.0), getattr(model, "logit_softcap", None)
 
         @functools.partial(jax.value_and_grad, has_aux=True)
-        def loss_and_grads(params: Arrays, batch: Arrays) -> tuple[jax.Array, Arrays]:
-            own, softcap = outputs(merge_model(graphdef, params, frozen), split, batch, **forward)
+        def loss_and_grads(params: Arrays, batch: Arrays, routed: RouterSums | None) -> tuple[jax.Array, Arrays]:
+            own, sums = outputs(params, batch)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
                 loss, correct = cross_entropy(*own, labels, valid_tokens=valid, softcap=softcap)
-                return loss * scale, {"loss": loss, "correct": correct}
-            model = merge_model(teacher.graphdef, teacher.arrays)
-            targets, teacher_softcap = outputs(
-                model, teacher_split, batch, **forward | {"dtype": None, "remat": "none"}
-            )
-            loss, (ce, kl, correct) = distillation_loss(
-                *own, *targets, labels, valid_tokens=valid, ratio=teacher.ratio, temperature=teacher.temperature,
-                softcap=softcap, teacher_softcap=teacher_softcap,
-            )  # fmt: skip
-            return loss * scale, {"loss": loss, "ce": ce, "kl": kl, "correct": correct}
+                parts = {"loss": loss, "correct": correct}
+            else:
+                model = merge_model(teacher.graphdef, teacher.arrays)
+                assemble(model, teacher_split)
+                targets = model(batch, sharder, **forward | {"dtype": None, "remat": "none"})
+                loss, (ce, kl, correct) = distillation_loss(
+                    *own, targets, model.head().astype(targets.dtype), labels, valid_tokens=valid, ratio=teacher.ratio,
+                    temperature=teacher.temperature, softcap=softcap,
+                    teacher_softcap=getattr(model, "logit_softcap", None),
+                )  # fmt: skip
+                parts = {"loss": loss, "ce": ce, "kl": kl, "correct": correct}
+            if sums is not None:
+                whole = routed or jax.lax.psum(sums, tuple(manual))
+                balance = balance_loss(sums, whole.chosen, whole.tokens)
+                parts |= {"loss": loss + balanced * balance, "balance": balance}
+            return parts["loss"] * scale, parts
 
-        def outputs(
-            model: Any, split: Mapping[str, int], batch: Arrays, **forward: Any
-        ) -> tuple[tuple[jax.Array, jax.Array], float | None]:
-            """Final hidden states and the head, and the softcap of their logits."""
+        def outputs(params: Arrays, batch: Arrays) -> tuple[tuple[jax.Array, jax.Array], RouterSums | None]:
+            """Final hidden states and the head, and what routers did, if their balance counts."""
+            model = merge_model(graphdef, params, frozen)
             assemble(model, split)
-            hidden = model(batch, sharder, **forward)
-            return (hidden, model.head().astype(hidden.dtype)), getattr(model, "logit_softcap", None)
+            if balanced:
+                hidden, sums = model.outputs(batch, sharder, **forward)
+            else:
+                hidden, sums = model(batch, sharder, **forward), None
+            return (hidden, model.head().astype(hidden.dtype)), sums
+
+        def route(_: None, batch: Arrays) -> tuple[None, RouterSums | None]:
+            return None, outputs(params, batch)[1]
 
         def add(total: Any, batch: Arrays) -> tuple[Any, None]:
-            (_, parts), grads = loss_and_grads(params, batch)
+            (_, parts), grads = loss_and_grads(params, batch, routed)
             return jax.tree.map(jnp.add, total, (parts, grads)), None
 
         if accumulate == 1:
-            (_, parts), grads = loss_and_grads(params, batch)
+            (_, parts), grads = loss_and_grads(params, batch, None)
             grads = {name: grad.astype(_wide(grad)) for name, grad in grads.items()}
         else:
             zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
+            microbatches = _microbatches(batch, accumulate)
+            routed = None
+            if balanced:  # the loss of a microbatch needs what the routers do with all of them: one more forward pass
+                _, sums = jax.lax.scan(route, None, microbatches)
+                routed = jax.lax.psum(jax.tree.map(lambda x: x.sum(0), sums), tuple(manual))
             zero = jnp.zeros((), jnp.result_type(*zeros.values()))
-            start = {"loss": zero, **({"ce": zero, "kl": zero} if teacher else {}), "correct": jnp.int32(0)}, zeros
+            names = ["loss", *(["ce", "kl"] if teacher else []), *(["balance"] if balanced else [])]
+            start = {"correct": jnp.int32(0), **dict.fromkeys(names, zero)}, zeros
             start = jax.tree.map(lambda x: vary_over(x, manual), start)
-            (parts, grads), _ = jax.lax.scan(add, start, _microbatches(batch, accumulate))
+            (parts, grads), _ = jax.lax.scan(add, start, microbatches)
         whole = {name: grad for name, grad in grads.items() if name not in split}  # gathering has added the others
         parts, whole = jax.lax.psum((parts, whole), tuple(manual))
         return parts, grads | whole

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from cpjax.attention.blockwise import Rule, State, absorb, accumulation_dtype, partners
 from cpjax.attention.mask import Streams, Tokens, pair_mask, tile_mask
-from cpjax.mesh import HEAD_AXES, ROW_AXES, device_platform
+from cpjax.mesh import HEAD_AXES, ROW_AXES, device_platform, splitting_axes
 from cpjax.varying import vary_over, varying_axes
 
 MAX_TILE = 64
@@ -253,7 +252,7 @@ def _call(kernel: Callable[..., None], operands: Any, parts: Any, out: Any, out_
 
     mesh, total = jax.sharding.get_abstract_mesh(), sizes(flat)
     automatic = {name for name in mesh.auto_axes if mesh.shape[name] > 1}
-    axes = {"row": _splitting(ROW_AXES, total["row"]), "head": _splitting(HEAD_AXES, total["head"])}
+    axes = {"row": splitting_axes(ROW_AXES, total["row"]), "head": splitting_axes(HEAD_AXES, total["head"])}
     if automatic:
 
         def spec(x, part):
@@ -266,15 +265,6 @@ def _call(kernel: Callable[..., None], operands: Any, parts: Any, out: Any, out_
             axis_names=automatic,
         )
     return restore_out(local(*flat))
-
-
-def _splitting(names: Sequence[str], size: int) -> tuple[str, ...]:
-    """Those of the automatic mesh axes that together divide `size`."""
-    mesh, found = jax.sharding.get_abstract_mesh(), tuple[str, ...]()
-    for name in names:
-        if name in mesh.auto_axes and size % math.prod(mesh.shape[n] for n in (*found, name)) == 0:
-            found = (*found, name)
-    return found
 
 
 def _tokens(tokens: Tokens, tile: tuple[Any, ...] = ()) -> Tokens:

@@ -43,28 +43,37 @@ class Weight:
 
     Attributes:
         path: dotted path of the parameter in the model's state.
-        names: tensor on disk, or one for each entry of the first axis of a stacked parameter.
-        stacked: whether the first axis runs over `names`.
-        transpose: the tensor on disk is [out, in], ours [in, out].
+        names: tensor on disk, or one for each entry of a stacked parameter.
+        stacked: over how many first axes `names` run, the last of them fastest: layers, or layers and experts.
+        transpose: the tensor on disk is [.., out, in], ours [.., in, out].
         disk_shape: shape on disk where it is not just that, e.g. a convolution that we keep as a matrix.
+        part: (i, n), the i-th of n equal parts of the tensor on disk, cut along its last axis but one. The parts follow
+            each other in the table.
     """
 
     path: str
     names: tuple[str, ...]
-    stacked: bool = False
+    stacked: int = 0
     transpose: bool = False
     disk_shape: tuple[int, ...] | None = None
+    part: tuple[int, int] = (0, 1)
 
     def shape_on_disk(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of each tensor on disk, for a parameter of the given shape."""
-        own = tuple(shape[1:] if self.stacked else shape)
-        return self.disk_shape or (own[::-1] if self.transpose else own)
+        own = list(shape[self.stacked :])
+        if self.disk_shape is not None:
+            return self.disk_shape
+        if self.transpose:
+            own[-2:] = own[-1], own[-2]
+        if self.part != (0, 1):
+            own[-2] *= self.part[1]
+        return tuple(own)
 
     def to_disk(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Name and tensor of each part of the parameter."""
+        """Name and tensor of each entry of the parameter."""
         for i, name in enumerate(self.names):
-            own = value[i] if self.stacked else value
-            own = own.T if self.transpose else own
+            own = value[np.unravel_index(i, value.shape[: self.stacked])] if self.stacked else value
+            own = own.swapaxes(-1, -2) if self.transpose else own
             yield name, own if self.disk_shape is None else own.reshape(self.disk_shape)
 
 
@@ -83,10 +92,15 @@ def named_tensors(weights: Sequence[Weight], tree: Any) -> Iterator[tuple[str, A
     Raises:
         ValueError: the tree has a leaf that the table does not.
     """
-    leaves = leaves_by_path(tree)
+    leaves, parts = leaves_by_path(tree), list[Iterator[tuple[str, Any]]]()
     for weight in weights:
         if weight.path in leaves:
-            yield from weight.to_disk(leaves.pop(weight.path))
+            parts.append(weight.to_disk(leaves.pop(weight.path)))
+            if len(parts) == weight.part[1]:
+                for entry in zip(*parts, strict=True):
+                    tensors = [tensor for _, tensor in entry]
+                    yield entry[0][0], tensors[0] if len(tensors) == 1 else jnp.concatenate(tensors, axis=-2)
+                parts = []
     if leaves:
         raise ValueError(f"the tree has {next(iter(leaves))!r}, which is no parameter of this model: pass its own tree")
 
@@ -151,7 +165,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def load(
     abstract: nnx.Module,
-    weights: Sequence[Weight],
+    tables: Sequence[Sequence[Weight]],
     path: pathlib.Path,
     *,
     mesh: Mesh | None,
@@ -164,7 +178,7 @@ def load(
     and with several hosts each reads only what its devices need.
 
     Args:
-        weights: the family's table.
+        tables: the family's; the first of which the folder has all tensors counts, or else the first.
         path: the folder.
         mesh: places parameters by `parameter_sharding`; None: the default device.
         dtype: of the parameters; None: each as on disk.
@@ -177,6 +191,8 @@ def load(
     shapes = {name: leaf.shape for name, leaf in leaves_by_path(state).items()}
     with contextlib.ExitStack() as stack:
         folder = Folder(path, stack)
+        names = folder.names
+        weights = next((table for table in tables if names.issuperset(n for w in table for n in w.names)), tables[0])
         _check(folder, weights, shapes)
         values = {}
         for weight in weights:
@@ -199,12 +215,12 @@ def load(
 
 def _check(folder: Folder, weights: Sequence[Weight], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Everything that can be wrong with the tensors, before any is read."""
-    needed = [(name, weight.shape_on_disk(shapes[weight.path])) for weight in weights for name in weight.names]
-    missing = [(name, shape) for name, shape in needed if name not in folder.names]
+    needed = {name: weight.shape_on_disk(shapes[weight.path]) for weight in weights for name in weight.names}
+    missing = [(name, shape) for name, shape in needed.items() if name not in folder.names]
     if missing:
         more = f" ({len(missing) - 1} more are missing)" if len(missing) > 1 else ""
         raise ValueError(f"{folder.path} lacks the tensor {missing[0][0]}, needed with shape {missing[0][1]}{more}")
-    for name, shape in needed:
+    for name, shape in needed.items():
         found = tuple(folder.tensor(name).get_shape())
         if found != shape:
             raise ValueError(f"{name} in {folder.path} has shape {found}, but config.json needs {shape}")
@@ -214,19 +230,27 @@ def _check(folder: Folder, weights: Sequence[Weight], shapes: Mapping[str, tuple
 
 def _read(folder: Folder, weight: Weight, shape: Sequence[int], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
     """The part of a parameter that `index` selects."""
-    own_shape = shape[1:] if weight.stacked else shape
-    own_index = index[1:] if weight.stacked else index
+    own_shape, own_index = shape[weight.stacked :], index[weight.stacked :]
 
-    def part(name: str) -> np.ndarray:
+    def entry(name: str) -> np.ndarray:
         tensor = folder.tensor(name)
         if weight.disk_shape is not None:
             value = tensor[:].reshape(own_shape[::-1] if weight.transpose else own_shape)
             return (value.T if weight.transpose else value)[own_index]
-        return tensor[own_index[::-1]].T if weight.transpose else tensor[own_index]
+        cut = [slice(*own.indices(size)[:2]) for own, size in zip(own_index, own_shape, strict=True)]
+        if weight.transpose:
+            cut[-2:] = cut[-1], cut[-2]
+        if weight.part[0]:
+            first = weight.part[0] * own_shape[-1 if weight.transpose else -2]
+            cut[-2] = slice(first + cut[-2].start, first + cut[-2].stop)
+        value = tensor[tuple(cut)]
+        return value.swapaxes(-1, -2) if weight.transpose else value
 
     if not weight.stacked:
-        return part(weight.names[0]).astype(dtype)
-    return np.stack([part(name) for name in weight.names[index[0]]]).astype(dtype)
+        return entry(weight.names[0]).astype(dtype)
+    names = np.reshape(weight.names, shape[: weight.stacked])[index[: weight.stacked]]
+    entries = [entry(str(name)) for name in names.flat]
+    return np.stack(entries).reshape(*names.shape, *entries[0].shape).astype(dtype)
 
 
 def save(

@@ -13,6 +13,7 @@ from flax import nnx
 from cpjax.models.common.sharding import gather_parts
 
 Module = TypeVar("Module", bound=nnx.Module)
+Hidden = TypeVar("Hidden")
 
 Remat = Literal["none", "layer", "dots"]
 """What the backward pass of scanned layers computes anew: nothing, everything but the hidden state between them, or
@@ -166,20 +167,19 @@ def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rng
     return layers
 
 
-def scan_layers(layers: Any, hidden: Any, *args: Any, each: Any = (), remat: Remat = "layer") -> Any:
+def scan_layers(layers: Any, hidden: Hidden, *args: Any, each: Any = (), remat: Remat = "layer") -> Hidden:
     """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args, *own)`.
 
     Compile time and the program's size do not grow with the number of copies; with `remat` "layer" the backward pass
-    keeps only the hidden state between them.
+    keeps only the hidden state between them, which may be of several arrays.
 
     Args:
-        hidden: array or tree of arrays that goes from layer to layer.
         args: the same for all.
         each: arrays whose first axis holds what each layer gets of its `own`.
     """
     graph, stacked = nnx.split(layers)
 
-    def body(hidden: Any, one: Any) -> tuple[Any, None]:
+    def body(hidden: Hidden, one: Any) -> tuple[Hidden, None]:
         params, own = one
         layer = nnx.merge(graph, params)
         gather_parts(layer, layers.parts)

@@ -3,11 +3,12 @@
 from cpjax.models.gemma4.config import AudioConfig, Config, TextConfig, VisionConfig
 from cpjax.models.gemma4.model import Gemma4
 from cpjax.models.gemma4.prepare import STREAMS, Media, Row, audio_tokens, patchify, prepare
+from cpjax.models.gemma4.processing import MediaPlan, Processor
 from cpjax.models.gemma4.weights import DROPPED, weights
 
 Model = Gemma4
 
 __all__ = [
-    "DROPPED", "STREAMS", "AudioConfig", "Config", "Gemma4", "Media", "Model", "Row", "TextConfig", "VisionConfig",
-    "audio_tokens", "patchify", "prepare", "weights",
+    "DROPPED", "STREAMS", "AudioConfig", "Config", "Gemma4", "Media", "MediaPlan", "Model", "Processor", "Row",
+    "TextConfig", "VisionConfig", "audio_tokens", "patchify", "prepare", "weights",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+_MOE = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 class Stack(NamedTuple):
@@ -54,9 +55,9 @@ class TextConfig:
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
     enable_moe_block: bool = False
-    num_experts: int | None = None
-    top_k_experts: int | None = None
-    moe_intermediate_size: int | None = None
+    num_experts: int = 0
+    top_k_experts: int = 0
+    moe_intermediate_size: int = 0
     sliding_rope_theta: float = 10_000.0
     full_rope_theta: float = 1_000_000.0
     partial_rotary_factor: float = 0.25
@@ -65,7 +66,7 @@ class TextConfig:
         if self.layer_types is None:
             types = tuple(SLIDING if (i + 1) % 6 else FULL for i in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", (*types[:-1], FULL))
-        _positive(self, "text_config", zero=("hidden_size_per_layer_input", "num_kv_shared_layers", "pad_token_id"))
+        _positive(self, "text_config", ("hidden_size_per_layer_input", "num_kv_shared_layers", "pad_token_id", *_MOE))
         unknown = sorted(set(self.types) - {SLIDING, FULL})
         if unknown or len(self.types) != self.num_hidden_layers or self.types[-1] != FULL:
             raise ValueError(
@@ -91,11 +92,10 @@ class TextConfig:
                 f"text_config.num_kv_shared_layers={self.num_kv_shared_layers} leaves no layer of each type before "
                 "them whose keys and values they could share: lower it"
             )
-        sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
-        if self.enable_moe_block and not all(isinstance(size, int) and size > 0 for size in sizes):
+        if self.enable_moe_block and not 0 < self.top_k_experts <= self.num_experts * (self.moe_intermediate_size > 0):
             raise ValueError(
-                f"text_config.enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size, which are "
-                f"{sizes}: give integers >= 1"
+                f"text_config.enable_moe_block needs num_experts={self.num_experts} and moe_intermediate_size="
+                f"{self.moe_intermediate_size} above 0, and top_k_experts={self.top_k_experts} in 1 .. num_experts"
             )
 
     @property
@@ -258,6 +258,7 @@ class Config:
         ):  # fmt: skip
             if part.get(key, needed) != needed:
                 raise ValueError(f"{where}.{key}={part[key]!r} is not supported: only {needed!r} is")
+        text.update({name: text.get(name) or 0 for name in _MOE})
         _read_rope(text)
         _read_layers(text)
         vision["rope_theta"] = _mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from cpjax.attention import Mask, attention
+from cpjax.models.common.experts import Experts, Routing, route
 from cpjax.models.common.layers import (
     Buffer,
     GatedMLP,
@@ -105,6 +106,42 @@ class Attention(nnx.Module):
         return self.o_proj(out.reshape(*x.shape[:2], -1)), kv
 
 
+class Router(nnx.Module):
+    """Chooses the experts of each token by the largest of softmax(logits), which sum to one before they are scaled."""
+
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.eps, self.count = config.rms_norm_eps, config.top_k_experts
+        self.scale = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        self.proj = Linear(config.hidden_size, config.num_experts, dtype=dtype, rngs=rngs)
+        self.per_expert_scale = nnx.Param(jnp.ones(config.num_experts, dtype))
+
+    def __call__(self, x: jax.Array) -> Routing:
+        """x [B, L, E]."""
+        x = rms_norm(x, self.eps).astype(x.dtype) * self.scale[...].astype(x.dtype) * x.shape[-1] ** -0.5
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        experts, weights = route(jax.nn.softmax(self.proj(x).astype(wide)), self.count)
+        return Routing(experts, weights * self.per_expert_scale[...].astype(wide)[experts])
+
+
+class Mixture(nnx.Module):
+    """Routed experts beside the MLP of a layer, and the norms around both."""
+
+    def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.router = Router(config, dtype=dtype, rngs=rngs)
+        self.experts = Experts(
+            config.num_experts, size, config.moe_intermediate_size, activation=geglu, dtype=dtype, rngs=rngs
+        )
+        self.post_feedforward_layernorm_1 = RMSNorm(size, eps, dtype=dtype)
+        self.pre_feedforward_layernorm_2 = RMSNorm(size, eps, dtype=dtype)
+        self.post_feedforward_layernorm_2 = RMSNorm(size, eps, dtype=dtype)
+
+    def __call__(self, x: jax.Array, y: jax.Array, padding_mask: jax.Array) -> jax.Array:
+        """x [B, L, E], what the layer's MLP read before its norm, and y, what it made of it -> what both made."""
+        routed = self.experts(self.pre_feedforward_layernorm_2(x), self.router(x), padding_mask)
+        return self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(routed)
+
+
 class DecoderLayer(nnx.Module):
     """Attention and gated MLP, each with a norm before and after it; then, in the E-series, the per-layer input."""
 
@@ -116,6 +153,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = scaled_norm(size, eps, RESIDUAL_SCALE, dtype=dtype)
         self.pre_feedforward_layernorm = RMSNorm(size, eps, dtype=dtype)
         self.mlp = GatedMLP(size, hidden, activation=geglu, dtype=dtype, rngs=rngs)
+        self.mixture = Mixture(config, dtype=dtype, rngs=rngs) if config.enable_moe_block else None
         self.post_feedforward_layernorm = scaled_norm(size, eps, RESIDUAL_SCALE, dtype=dtype)
         if own:
             self.per_layer_input_gate = Linear(size, own, dtype=dtype, rngs=rngs)
@@ -134,7 +172,10 @@ class DecoderLayer(nnx.Module):
         """
         out, kv = self.self_attn(self.input_layernorm(x), local, kv)
         x = x + self.post_attention_layernorm(out)
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        y = self.mlp(self.pre_feedforward_layernorm(x))
+        if self.mixture is not None:
+            y = self.mixture(x, y, local.padding_mask)
+        x = x + self.post_feedforward_layernorm(y)
         if own is not None:
             gated = geglu(self.per_layer_input_gate(x), own)
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))

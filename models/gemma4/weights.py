@@ -40,6 +40,9 @@ _PER_LAYER = {
 _NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
+_MIXTURE_NORMS = (
+    "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2",
+)  # fmt: skip
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _VISION_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _AUDIO_NORMS = (
@@ -66,13 +69,15 @@ def weights(config: Config) -> list[Weight]:
     if config.audio:
         names |= _AUDIO_MODEL
     shapes = {"visual.pos_embed": (2, vision.position_embedding_size, vision.hidden_size)}
-    table = [Weight(path, (name,), False, path.endswith("kernel"), shapes.get(path)) for path, name in names.items()]
+    table = [Weight(path, (name,), 0, path.endswith("kernel"), shapes.get(path)) for path, name in names.items()]
     for prefix, stack in zip(("layers", "shared_layers"), text.stacks, strict=False):
         period = len(stack.pattern)
         for slot, kind in enumerate(stack.pattern):
             layers = range(stack.first + slot, stack.first + stack.groups * period, period)
             own = _decoder_layer(text, kind, shared=stack.first >= text.first_shared)
             table += _stacked(f"{prefix}.slots.{slot}.", _TEXT + "layers.", layers, own)
+            if text.enable_moe_block:
+                table += _experts(f"{prefix}.slots.{slot}.mixture.experts.", layers)
     layers = range(vision.num_hidden_layers)
     table += _stacked("visual.blocks.", _VISION + "encoder.layers.", layers, _vision_block(vision))
     if config.audio:
@@ -87,10 +92,28 @@ def _stacked(prefix: str, disk: str, layers: range, names: dict[str, str]) -> li
         Weight(
             prefix + path,
             tuple(f"{disk}{layer}.{name}" for layer in layers),
-            stacked=True,
+            stacked=1,
             transpose=path.endswith("kernel"),
         )
         for path, name in names.items()
+    ]
+
+
+def _experts(prefix: str, layers: range) -> list[Weight]:
+    """Kernels of all experts of a layer in one tensor, those of gates and of what they gate one after the other."""
+    return [
+        Weight(
+            prefix + path,
+            tuple(f"{_TEXT}layers.{layer}.experts.{name}" for layer in layers),
+            stacked=1,
+            transpose=True,
+            part=part,
+        )
+        for path, name, part in (
+            ("gate_proj", "gate_up_proj", (0, 2)),
+            ("up_proj", "gate_up_proj", (1, 2)),
+            ("down_proj", "down_proj", (0, 1)),
+        )
     ]
 
 
@@ -111,7 +134,13 @@ def _decoder_layer(config: TextConfig, kind: str, shared: bool) -> dict[str, str
     if config.hidden_size_per_layer_input:
         norms.append("post_per_layer_input_norm")
         matrices += ["per_layer_input_gate", "per_layer_projection"]
+    mixture = {}
+    if config.enable_moe_block:
+        mixture = {f"mixture.{name}.weight": f"{name}.weight" for name in _MIXTURE_NORMS}
+        mixture |= {f"mixture.router.{name}": f"router.{name}" for name in ("scale", "per_expert_scale")}
+        mixture["mixture.router.proj.kernel"] = "router.proj.weight"
     return {
+        **mixture,
         **{f"{name}.weight": f"{name}.weight" for name in norms},
         **{f"{name}.kernel": f"{name}.weight" for name in matrices},
         "layer_scalar": "layer_scalar",

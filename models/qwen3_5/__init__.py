@@ -1,11 +1,13 @@
 """Dense Qwen3.5 vision-language models (Qwen3_5ForConditionalGeneration)."""
 
-from cpjax.models.qwen3_5.config import Config, TextConfig, VisionConfig
-from cpjax.models.qwen3_5.decode import decode, prefill
-from cpjax.models.qwen3_5.model import Qwen3_5
-from cpjax.models.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
-from cpjax.models.qwen3_5.processing import MediaPlan, Processor
-from cpjax.models.qwen3_5.weights import DROPPED, weights
+from cpjax.models.common.qwen3_5.config import VisionConfig
+from cpjax.models.common.qwen3_5.decode import decode, prefill
+from cpjax.models.common.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
+from cpjax.models.common.qwen3_5.processing import MediaPlan
+from cpjax.models.common.qwen3_5.weights import DROPPED
+from cpjax.models.qwen3_5.config import Config, TextConfig
+from cpjax.models.qwen3_5.model import Processor, Qwen3_5
+from cpjax.models.qwen3_5.weights import weights
 
 Model = Qwen3_5
 

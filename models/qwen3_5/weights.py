@@ -1,100 +1,14 @@
-"""The names of Qwen3.5's tensors on disk: one table for loading, saving and naming gradients."""
+"""The names of the dense Qwen3.5's tensors on disk."""
 
 from __future__ import annotations
 
 from cpjax.models.common.checkpoint import Weight
-from cpjax.models.qwen3_5.config import LINEAR, Config
+from cpjax.models.common.qwen3_5.weights import table
+from cpjax.models.qwen3_5.config import Config
 
-DROPPED = r"mtp\.|lm_head\.weight$"
-"""Tensors that are ignored on load: the multi-token prediction head, and the head of a tied model."""
-
-_MODEL = {
-    "embed_tokens": "model.language_model.embed_tokens.weight",
-    "norm.weight": "model.language_model.norm.weight",
-    "visual.patch_embed.kernel": "model.visual.patch_embed.proj.weight",
-    "visual.patch_embed.bias": "model.visual.patch_embed.proj.bias",
-    "visual.pos_embed": "model.visual.pos_embed.weight",
-    "visual.norm.weight": "model.visual.merger.norm.weight",
-    "visual.norm.bias": "model.visual.merger.norm.bias",
-    "visual.linear_fc1.kernel": "model.visual.merger.linear_fc1.weight",
-    "visual.linear_fc1.bias": "model.visual.merger.linear_fc1.bias",
-    "visual.linear_fc2.kernel": "model.visual.merger.linear_fc2.weight",
-    "visual.linear_fc2.bias": "model.visual.merger.linear_fc2.bias",
-}
-_HEAD = {"lm_head.kernel": "lm_head.weight"}
-
-# Below layers.slots.{slot} and model.language_model.layers.{layer}.
-_EVERY_LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "post_attention_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.gate_proj.kernel": "mlp.gate_proj.weight",
-    "mlp.up_proj.kernel": "mlp.up_proj.weight",
-    "mlp.down_proj.kernel": "mlp.down_proj.weight",
-}
-_LINEAR_LAYER = {
-    "mixer.in_proj_qkv.kernel": "linear_attn.in_proj_qkv.weight",
-    "mixer.in_proj_z.kernel": "linear_attn.in_proj_z.weight",
-    "mixer.in_proj_b.kernel": "linear_attn.in_proj_b.weight",
-    "mixer.in_proj_a.kernel": "linear_attn.in_proj_a.weight",
-    "mixer.conv1d": "linear_attn.conv1d.weight",
-    "mixer.A_log": "linear_attn.A_log",
-    "mixer.dt_bias": "linear_attn.dt_bias",
-    "mixer.norm.weight": "linear_attn.norm.weight",
-    "mixer.out_proj.kernel": "linear_attn.out_proj.weight",
-}
-_FULL_LAYER = {
-    "mixer.q_proj.kernel": "self_attn.q_proj.weight",
-    "mixer.k_proj.kernel": "self_attn.k_proj.weight",
-    "mixer.v_proj.kernel": "self_attn.v_proj.weight",
-    "mixer.o_proj.kernel": "self_attn.o_proj.weight",
-    "mixer.q_norm.weight": "self_attn.q_norm.weight",
-    "mixer.k_norm.weight": "self_attn.k_norm.weight",
-}
-
-# Below visual.blocks and model.visual.blocks.{layer}.
-_VISION_BLOCK = {
-    "norm1.weight": "norm1.weight",
-    "norm1.bias": "norm1.bias",
-    "norm2.weight": "norm2.weight",
-    "norm2.bias": "norm2.bias",
-    "attn.qkv.kernel": "attn.qkv.weight",
-    "attn.qkv.bias": "attn.qkv.bias",
-    "attn.proj.kernel": "attn.proj.weight",
-    "attn.proj.bias": "attn.proj.bias",
-    "linear_fc1.kernel": "mlp.linear_fc1.weight",
-    "linear_fc1.bias": "mlp.linear_fc1.bias",
-    "linear_fc2.kernel": "mlp.linear_fc2.weight",
-    "linear_fc2.bias": "mlp.linear_fc2.bias",
-}
+_MLP = {f"mlp.{name}.kernel": f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
 
 
 def weights(config: Config) -> list[Weight]:
     """Every parameter of the model with the tensors that hold it; kernels are [in, out] here and [out, in] on disk."""
-    text, vision = config.text, config.vision
-    side, depth = vision.patch_size, vision.temporal_patch_size
-    conv = 2 * text.linear_num_key_heads * text.linear_key_head_dim
-    conv += text.linear_num_value_heads * text.linear_value_head_dim
-    reshaped = {
-        "visual.patch_embed.kernel": (vision.hidden_size, vision.in_channels, depth, side, side),
-        "mixer.conv1d": (conv, 1, text.linear_conv_kernel_dim),
-    }
-
-    def row(prefix: str, path: str, names: tuple[str, ...], stacked: bool) -> Weight:
-        return Weight(prefix + path, names, stacked, path.endswith("kernel"), reshaped.get(path))
-
-    table = [
-        row("", path, (name,), False)
-        for path, name in {**_MODEL, **({} if config.tie_word_embeddings else _HEAD)}.items()
-    ]
-    for slot, kind in enumerate(text.types[: text.period]):
-        names = {**_EVERY_LAYER, **(_LINEAR_LAYER if kind == LINEAR else _FULL_LAYER)}
-        layers = range(slot, text.num_hidden_layers, text.period)
-        table += [
-            row(f"layers.slots.{slot}.", path, tuple(f"model.language_model.layers.{i}.{name}" for i in layers), True)
-            for path, name in names.items()
-        ]
-    table += [
-        row("visual.blocks.", path, tuple(f"model.visual.blocks.{i}.{name}" for i in range(vision.depth)), True)
-        for path, name in _VISION_BLOCK.items()
-    ]
-    return table
+    return table(config, _MLP)

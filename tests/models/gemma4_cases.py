@@ -1,14 +1,16 @@
-"""What the tests of Gemma 4 share: the golden files as rows."""
+"""What the tests of Gemma 4 share: the golden files as rows, and the gradients of the loss on a mesh."""
 
 import functools
 
+import jax
 import numpy as np
+from flax import nnx
 from safetensors.numpy import load_file
 
 from cpjax.models import from_pretrained
 from cpjax.models.gemma4 import Media, Row
 
-from .qwen3_5_cases import GOLDENS
+from .qwen3_5_cases import GOLDENS, loss_of
 
 
 @functools.cache
@@ -62,3 +64,24 @@ def media_of(case, config, pixels, positions, modality):
             patches += [case[pixels][frame][i] for i in sorted(range(len(block)), key=block.__getitem__)]
         media.append(Media(np.stack(patches), (int(end - first), int(height), int(width)), modality))
     return media
+
+
+def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
+    """Loss over valid tokens, its gradient, and the local logits; by way of `shard_map` when there is a mesh."""
+    graph, params = nnx.split(model)
+    valid = int((np.asarray(batch["labels"]) >= 0).sum())
+
+    def local(params, batch):
+        model = nnx.merge(graph, params)
+        logits = model.logits(model(batch, sharder, transport=transport))
+        total = loss_of(logits, sharder.take_local(batch["labels"])) / valid
+        return total if mesh is None else jax.lax.psum(total, "cp"), logits
+
+    if mesh is None:
+        fn = local
+    else:
+        spec = jax.sharding.PartitionSpec
+        fn = jax.shard_map(local, mesh=mesh, in_specs=spec(), out_specs=(spec(), spec(None, "cp")), axis_names={"cp"})
+    options = {"xla_backend_optimization_level": 0}  # halves the compile time
+    (loss, logits), grads = jax.jit(jax.value_and_grad(fn, has_aux=True), compiler_options=options)(params, batch)
+    return loss, grads, logits

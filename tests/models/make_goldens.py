@@ -96,7 +96,51 @@ def qwen3_5() -> None:
     save_file({"tokens": np.array(qwen3_5_generated(model))}, GOLDENS / "qwen3_5-generated.safetensors")
 
 
-def qwen3_5_case(model, name: str, rows: list[list[int]], images=(), videos=()) -> None:
+def qwen3_5_moe() -> None:
+    """With a balance loss that counts, and experts of which some are busy and some are not."""
+    config = transformers.Qwen3_5MoeConfig(
+        text_config=dict(
+            vocab_size=96, hidden_size=32, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+            num_experts=8, num_experts_per_tok=3, output_router_logits=True, router_aux_loss_coef=0.3,
+            layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=8, linear_value_head_dim=12, max_position_embeddings=512, pad_token_id=PAD,
+            rms_norm_eps=1e-2,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.75, mrope_section=[3, 2, 1],
+                mrope_interleaved=True,
+            ),
+        ),
+        vision_config=dict(
+            depth=1, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=32,
+            num_position_embeddings=25,
+        ),
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+    )  # fmt: skip
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5MoeForConditionalGeneration(config).float().eval()
+    spread(model, seed=5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter *= 2  # clear choices, which rounding does not turn
+    model.save_pretrained(GOLDENS / "qwen3_5_moe")
+    (GOLDENS / "qwen3_5_moe" / "generation_config.json").unlink(missing_ok=True)
+    rng = np.random.default_rng(2)
+
+    def text(length: int) -> list[int]:
+        return rng.integers(1, 90, length).tolist()
+
+    qwen3_5_case(model, "text", [text(21), text(14)], family="qwen3_5_moe")
+    row = text(3) + [START] + [IMAGE] * 4 + [END] + text(5) + [START] + [VIDEO] * 3 + [END] + text(6)
+    qwen3_5_case(model, "media", [row, text(9)], images=[(1, 4, 4)], videos=[(1, 2, 6)], family="qwen3_5_moe")
+    prompts = torch.tensor(load_file(GOLDENS / "qwen3_5_moe-text.safetensors")["input_ids"][:1])
+    out = model.generate(input_ids=prompts, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=PAD)
+    save_file({"tokens": out[:, prompts.shape[1] :].numpy()}, GOLDENS / "qwen3_5_moe-generated.safetensors")
+
+
+def qwen3_5_case(model, name: str, rows: list[list[int]], images=(), videos=(), family: str = "qwen3_5") -> None:
     """Runs one batch and writes it down. Grids are in the order of the rows, images and videos apart."""
     rng = np.random.default_rng(3)
     length = max(map(len, rows))
@@ -131,10 +175,25 @@ def qwen3_5_case(model, name: str, rows: list[list[int]], images=(), videos=()) 
         "logits": out.logits.detach().numpy(),
         "loss": out.loss.detach().numpy(),
     }
-    arrays |= {f"grad.{key}": p.grad.numpy() for key, p in model.named_parameters() if p.grad is not None}
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            arrays |= {f"grad.{on_disk}": grad for on_disk, grad in by_expert(key, parameter.grad.numpy())}
     save_file(
-        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / f"qwen3_5-{name}.safetensors"
+        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / f"{family}-{name}.safetensors"
     )
+
+
+def by_expert(key: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """A tensor as it is on disk: of stacked experts each has its own."""
+    stem, _, kind = key.rpartition("experts.")
+    if not stem or value.ndim < 3:
+        return [(key, value)]
+    parts = {"gate_proj": 0, "up_proj": 1} if kind == "gate_up_proj" else {kind: 0}
+    return [
+        (f"{stem}experts.{i}.{name}.weight", np.split(expert, len(parts))[part])
+        for i, expert in enumerate(value)
+        for name, part in parts.items()
+    ]
 
 
 def qwen3_5_positions(model) -> None:
@@ -300,6 +359,8 @@ def gemma4_model(config, seed: int) -> transformers.Gemma4ForConditionalGenerati
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
             if name.endswith("q_norm.weight"):
                 parameter *= 0.5  # scores of a few, as they are not scaled
+            if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+                parameter.copy_(0.6 * parameter.shape[2] ** -0.5 * torch.randn(parameter.shape, generator=generator))
         for name, buffer in model.named_buffers():
             noise = torch.randn(buffer.shape, generator=generator)
             if name.endswith("layer_scalar") or name.endswith("std_scale"):
@@ -362,6 +423,16 @@ def gemma4() -> None:
         sounds=[23, 9, 18],
     )
 
+    mixture = dense | dict(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], enable_moe_block=True, num_experts=6,
+        top_k_experts=2, moe_intermediate_size=12, intermediate_size=24, attention_k_eq_v=False,
+    )  # fmt: skip
+    config = gemma4_config(mixture, dict(num_hidden_layers=1))
+    config._experts_implementation = "eager"
+    model = gemma4_model(config, seed=7)
+    save_gemma4(model, "gemma4_moe")
+    gemma4_case(model, "gemma4_moe-media", [text(8) + image(6) + text(12), text(9)], images=[(4, 6)])
+
 
 def save_gemma4(model, name: str) -> None:
     model.save_pretrained(GOLDENS / name)
@@ -413,9 +484,45 @@ def gemma4_case(model, name: str, rows: list[list[int]], images=(), videos=(), s
     save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / f"{name}.safetensors")
 
 
+def gemma4_processing() -> None:
+    """Pixels of some pictures as levels 0 .. 255 with their places, frames and text of some videos, and sizes."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        Gemma4ImageProcessorPil,
+        get_aspect_ratio_preserving_size,
+    )
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+    from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+    images = Gemma4ImageProcessorPil(max_soft_tokens=70, patch_size=2, pooling_kernel_size=2)
+    images.save_pretrained(GOLDENS / "gemma4")
+    (GOLDENS / "gemma4" / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": 5}) + "\n")
+    arrays = {}
+    for name, size in PICTURES.items():
+        out = images(Image.fromarray(picture(*size)), return_tensors="np")
+        arrays[f"{name}.levels"] = np.rint(255 * out["pixel_values"][0]).astype(np.uint8)
+        arrays[f"{name}.places"] = out["image_position_ids"][0]
+    tokens = type("", (), {"boi_token": str(START), "eoi_token": str(END), "video_token": str(VIDEO)})
+    for name, (count, _, _, fps) in VIDEOS.items():
+        metadata = VideoMetadata(total_num_frames=count, fps=fps)
+        metadata.frames_indices = default_sample_indices_fn(metadata, num_frames=5).tolist()
+        one = {"num_soft_tokens_per_video": [1], "video_metadata": [metadata]}
+        text = Gemma4Processor.replace_video_token(tokens, one, 0)
+        arrays[f"{name}.frames"] = np.array(metadata.frames_indices)
+        arrays[f"{name}.text"] = np.frombuffer(text.encode(), np.uint8)
+    rng = np.random.default_rng(4)
+    sizes = np.concatenate([[(3, 700), (700, 3), (1, 90), (8, 8)], rng.integers(9, 400, (60, 2))])
+    arrays["sizes"] = sizes
+    arrays["sizes.resized"] = np.array([get_aspect_ratio_preserving_size(h, w, 2, 280, 2) for h, w in sizes.tolist()])
+    save_file(
+        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / "gemma4-processing.safetensors"
+    )
+
+
 if __name__ == "__main__":
     GOLDENS.mkdir(exist_ok=True)
     gemma4()
+    gemma4_processing()
     qwen3_5()
     qwen3_5_adapters()
     qwen3_5_processing()
+    qwen3_5_moe()

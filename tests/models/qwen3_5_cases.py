@@ -11,6 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from cpjax.models import from_pretrained
+from cpjax.models.common.experts import balance_loss
 from cpjax.models.qwen3_5 import Media, Qwen3_5, Row
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
@@ -18,8 +19,8 @@ FOLDER = GOLDENS / "qwen3_5"
 
 
 @functools.cache
-def golden_model():
-    return from_pretrained(FOLDER)
+def golden_model(family="qwen3_5"):
+    return from_pretrained(GOLDENS / family)
 
 
 @functools.cache
@@ -42,8 +43,8 @@ def small_model():
 
 
 @functools.cache
-def golden(name):
-    return load_file(GOLDENS / f"qwen3_5-{name}.safetensors")
+def golden(name, family="qwen3_5"):
+    return load_file(GOLDENS / f"{family}-{name}.safetensors")
 
 
 def golden_rows(case, config):
@@ -89,8 +90,12 @@ def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
 
     def local(params, batch):
         model = nnx.merge(graph, params)
-        logits = model.logits(model(batch, sharder, transport=transport))
+        hidden, sums = model.outputs(batch, sharder, transport=transport)
+        logits = model.logits(hidden)
         total = loss_of(logits, sharder.take_local(batch["labels"])) / valid
+        if sums is not None:
+            whole = sums if mesh is None else jax.lax.psum(sums, "cp")
+            total += model.router_loss * balance_loss(sums, whole.chosen, whole.tokens)
         return total if mesh is None else jax.lax.psum(total, "cp"), logits
 
     if mesh is None:

@@ -17,7 +17,7 @@ from cpjax.train.step import split_model
 from .gemma4_cases import golden_model
 from .qwen3_5_cases import GOLDENS
 
-FAMILIES = ("gemma4", "gemma4_e")
+FAMILIES = ("gemma4", "gemma4_e", "gemma4_moe")
 
 
 def assert_same(found, expected):
@@ -50,7 +50,8 @@ def test_what_is_saved_but_not_trained(family):
     _, params, buffers = split_model(golden_model(family))
     kinds = {name.split(".")[-1] for name in buffers}
     clips = {"input_min", "input_max", "output_min", "output_max"}
-    assert kinds == {"layer_scalar"} | (clips if family == "gemma4_e" else {"std_bias", "std_scale"})
+    wanted = {"gemma4": {"std_bias", "std_scale"}, "gemma4_e": clips, "gemma4_moe": set()}[family]
+    assert kinds == {"layer_scalar"} | wanted
     assert not kinds & {name.split(".")[-1] for name in params}
 
 

@@ -12,10 +12,9 @@ from cpjax.models import to_hf_names
 from cpjax.models.gemma4 import STREAMS, prepare
 from cpjax.shard import Identity, layout_from_name, make_batch
 
-from .gemma4_cases import golden, golden_model, golden_rows
-from .qwen3_5_cases import value_and_grads
+from .gemma4_cases import golden, golden_model, golden_rows, value_and_grads
 
-FAMILIES = ("gemma4", "gemma4_e")
+FAMILIES = ("gemma4", "gemma4_e", "gemma4_moe")
 BUFFERS = ("layer_scalar", "std_bias", "std_scale", "put_min", "put_max")
 
 
@@ -84,6 +83,7 @@ def test_the_batch_holds_the_hard_cases():
         ("gemma4", "contiguous", 8, "ring"),
         ("gemma4", "zigzag", 4, "ring_ulysses:2"),
         ("gemma4_e", "zigzag", 2, "allgather"),
+        ("gemma4_moe", "contiguous", 4, "ring"),
     ],
 )
 def test_loss_and_every_gradient_equal_the_dense_ones(family, name, cp, transport):

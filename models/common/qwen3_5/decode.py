@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from cpjax.attention import cached_attention
 from cpjax.models.common.cached import decode_layers, prefill_layers
-from cpjax.models.qwen3_5.model import (
+from cpjax.models.common.qwen3_5.model import (
     DecoderLayer,
     GatedAttention,
     GatedDeltaNet,
     LayerGroup,
     Local,
-    Qwen3_5,
+    VisionLanguageModel,
     mrope_angles,
 )
 from cpjax.recurrence import causal_conv, continue_gated_delta_rule
@@ -49,11 +49,13 @@ class Cache:
     position: jax.Array
 
 
-def prefill(model: Qwen3_5, batch: Mapping[str, jax.Array], room: int, dtype: Any = None) -> tuple[jax.Array, Cache]:
+def prefill(
+    model: VisionLanguageModel, batch: Mapping[str, jax.Array], room: int, dtype: Any = None
+) -> tuple[jax.Array, Cache]:
     """Reads prompts.
 
     Args:
-        batch: as of `Qwen3_5.__call__`, but each row padded at its front, so that all end in the last column; T tokens
+        batch: as of the model's call, but each row padded at its front, so that all end in the last column; T tokens
             are at least the width of the convolution. Of several documents in a row, the last one goes on.
         room: tokens to come that the cache shall hold.
         dtype: of activations, keys and values; None: that of the parameters.
@@ -75,7 +77,7 @@ def prefill(model: Qwen3_5, batch: Mapping[str, jax.Array], room: int, dtype: An
     return model.norm(hidden[:, -1]), cache
 
 
-def decode(model: Qwen3_5, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+def decode(model: VisionLanguageModel, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """Reads one token of each row, int [B]; there must be room for it in the cache.
 
     Returns:
@@ -99,9 +101,10 @@ def _prefill_group(group: LayerGroup, x: jax.Array, local: Local, room: int) -> 
     kept = []
     for layer in group.slots:
         if isinstance(layer.mixer, GatedAttention):
-            x, new = _layer(layer, x, functools.partial(_prefill_attention, layer.mixer, local=local, room=room))
+            mix = functools.partial(_prefill_attention, layer.mixer, local=local, room=room)
         else:
-            x, new = _layer(layer, x, functools.partial(_prefill_delta, layer.mixer, local=local))
+            mix = functools.partial(_prefill_delta, layer.mixer, local=local)
+        x, new = _layer(layer, x, local.padding_mask, mix)
         kept.append(new)
     return x, tuple(kept)
 
@@ -116,23 +119,23 @@ def _decode_group(
     readable: jax.Array,
     slot: jax.Array,
 ) -> tuple[jax.Array, tuple[Kept, ...]]:
-    changed = []
+    changed, none = [], jnp.zeros(x.shape[:2], bool)
     for layer, old in zip(group.slots, kept, strict=True):
         if isinstance(layer.mixer, GatedAttention):
             mix = functools.partial(_decode_attention, layer.mixer, angles=angles, readable=readable, slot=slot)
         else:
             mix = functools.partial(_decode_delta, layer.mixer)
-        x, new = _layer(layer, x, functools.partial(mix, kept=old, number=number))
+        x, new = _layer(layer, x, none, functools.partial(mix, kept=old, number=number))
         changed.append(new)
     return x, tuple(changed)
 
 
 def _layer(
-    layer: DecoderLayer, x: jax.Array, mix: Callable[[jax.Array], tuple[jax.Array, Kept]]
+    layer: DecoderLayer, x: jax.Array, padding_mask: jax.Array, mix: Callable[[jax.Array], tuple[jax.Array, Kept]]
 ) -> tuple[jax.Array, Kept]:
     mixed, kept = mix(layer.input_layernorm(x))
     x = x + mixed
-    return x + layer.mlp(layer.post_attention_layernorm(x)), kept
+    return layer.feed_forward(x, padding_mask)[0], kept
 
 
 def _prefill_attention(mixer: GatedAttention, x: jax.Array, *, local: Local, room: int) -> tuple[jax.Array, Kept]:

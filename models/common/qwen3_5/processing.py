@@ -11,14 +11,14 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from PIL import Image
 
 from cpjax.models.common.checkpoint import CONFIG, read_json
-from cpjax.models.qwen3_5.config import Config
-from cpjax.models.qwen3_5.prepare import Media, patchify
+from cpjax.models.common.qwen3_5.config import Config
+from cpjax.models.common.qwen3_5.prepare import Media, patchify
 
 _IMAGES, _VIDEOS, _BOTH = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 
@@ -78,6 +78,8 @@ class MediaPlan:
 class Processor:
     """The pictures' side of a Hugging Face folder.
 
+    A family says which configuration config.json holds.
+
     Attributes:
         config: of the model; its patch sizes are the processor's.
         image, video: pixel rules of each modality.
@@ -89,15 +91,17 @@ class Processor:
     video: Pixels
     sampling: Sampling
 
+    config_type: ClassVar[type[Config]]
+
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike[str]) -> Processor:
+    def from_folder(cls, folder: str | os.PathLike[str]) -> Self:
         """Reads config.json and the processors' files of a Hugging Face folder; values not given are the family's.
 
         Raises:
             ValueError: a file is missing or damaged, or asks for what this implementation does not do.
         """
         path = pathlib.Path(folder)
-        config = Config.from_dict(read_json(path / CONFIG))
+        config = cls.config_type.from_dict(read_json(path / CONFIG))
         both = read_json(path / _BOTH) if (path / _BOTH).is_file() else {}
         images = both.get("image_processor") or read_json(path / _IMAGES)
         videos = both.get("video_processor") or (read_json(path / _VIDEOS) if (path / _VIDEOS).is_file() else {})

@@ -20,7 +20,7 @@ from cpjax.models.common.layers import (
     scan_layers,
     stack_layers,
 )
-from cpjax.models.qwen3_5.config import VisionConfig
+from cpjax.models.common.qwen3_5.config import VisionConfig
 from cpjax.shard import Identity, Sharder, make_sharder
 
 _EPS = 1e-6

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cpjax.models.qwen3_5.config import Config, VisionConfig
+from cpjax.models.common.qwen3_5.config import Config, VisionConfig
 from cpjax.shard import IGNORE, Stream
 
 STREAMS: Mapping[str, Stream] = {

@@ -1,0 +1,243 @@
+"""Configuration of a Qwen3.5 vision-language model, read from and written to config.json."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """The language model but for its MLPs; as in config.json, where the last three live in `rope_parameters`."""
+
+    vocab_size: int = 248320
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-6
+    pad_token_id: int | None = None
+    layer_types: tuple[str, ...] | None = None  # default: every fourth layer is full attention
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 0.25
+    mrope_section: tuple[int, ...] = (11, 11, 10)
+
+    def __post_init__(self) -> None:
+        if self.layer_types is None:
+            types = tuple(LINEAR if (i + 1) % 4 else FULL for i in range(self.num_hidden_layers))
+            object.__setattr__(self, "layer_types", types)
+        _positive(self, "text_config")
+        unknown = sorted(set(self.types) - {LINEAR, FULL})
+        if unknown or len(self.types) != self.num_hidden_layers:
+            raise ValueError(
+                f"text_config.layer_types has {len(self.types)} entries{f', among them {unknown}' if unknown else ''}: "
+                f"it needs one of {LINEAR!r} and {FULL!r} for each of the {self.num_hidden_layers} layers"
+            )
+        for many, few in (
+            ("num_attention_heads", "num_key_value_heads"),
+            ("linear_num_value_heads", "linear_num_key_heads"),
+        ):
+            if getattr(self, many) % getattr(self, few):
+                raise ValueError(
+                    f"text_config.{many}={getattr(self, many)} must be a multiple of {few}={getattr(self, few)}"
+                )
+        if self.rotary_dim < 2 or self.rotary_dim % 2 or sum(self.mrope_section) != self.rotary_dim // 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} x partial_rotary_factor={self.partial_rotary_factor} gives "
+                f"{self.rotary_dim} rotated features, but mrope_section={list(self.mrope_section)} has "
+                f"{sum(self.mrope_section)} frequencies: it must sum to half the rotated features"
+            )
+        if len(self.mrope_section) != 3:
+            raise ValueError(f"mrope_section={list(self.mrope_section)} must have 3 entries: time, height, width")
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """`layer_types`, never None."""
+        return self.layer_types or ()
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features of a head that rope turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def period(self) -> int:
+        """Length of the shortest pattern whose repetition gives `layer_types`."""
+        count = len(self.types)
+        return next(p for p in range(1, count + 1) if count % p == 0 and self.types == self.types[:p] * (count // p))
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower; names as in config.json, where `rope_theta` lives in `rope_parameters`."""
+
+    depth: int = 27
+    hidden_size: int = 1152
+    hidden_act: str = "gelu_pytorch_tanh"
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    in_channels: int = 3
+    patch_size: int = 16
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    out_hidden_size: int = 3584
+    num_position_embeddings: int = 2304
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "vision_config")
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError(
+                f"vision_config.hidden_size={self.hidden_size} must be a multiple of 4 x num_heads={self.num_heads}: "
+                "a quarter of each head turns with the row, a quarter with the column"
+            )
+        if self.table_side**2 != self.num_position_embeddings:
+            raise ValueError(
+                f"vision_config.num_position_embeddings={self.num_position_embeddings} must be a square number"
+            )
+        if self.hidden_act not in ("gelu_pytorch_tanh", "gelu"):
+            raise ValueError(
+                f"vision_config.hidden_act={self.hidden_act!r} is not supported: use 'gelu_pytorch_tanh' or 'gelu'"
+            )
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of one flattened patch: channels x frames x height x width."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def table_side(self) -> int:
+        """Side of the square table of learned positions."""
+        return round(self.num_position_embeddings**0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole model: what config.json says. Families say which text model, and what they are called there.
+
+    `source` is the mapping that the configuration was read from, so that fields unknown here survive a round trip.
+    """
+
+    text: TextConfig = dataclasses.field(default_factory=TextConfig)
+    vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
+    image_token_id: int = 248056
+    video_token_id: int = 248057
+    vision_start_token_id: int = 248053
+    vision_end_token_id: int = 248054
+    tie_word_embeddings: bool = False
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    text_type: ClassVar[type[TextConfig]]
+
+    def __post_init__(self) -> None:
+        if self.vision.out_hidden_size != self.text.hidden_size:
+            raise ValueError(
+                f"vision_config.out_hidden_size={self.vision.out_hidden_size} must equal "
+                f"text_config.hidden_size={self.text.hidden_size}"
+            )
+        for name in ("image_token_id", "video_token_id"):
+            if not 0 <= getattr(self, name) < self.text.vocab_size:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} lies outside the vocabulary of {self.text.vocab_size} tokens"
+                )
+
+    @classmethod
+    def from_dict(cls, source: Mapping[str, Any]) -> Self:
+        """Reads the content of config.json.
+
+        Raises:
+            ValueError: another model type, or a feature or size that this implementation doesn't support.
+        """
+        if source.get("model_type") != cls.model_type:
+            raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
+        text, vision = dict(_mapping(source, "text_config")), dict(_mapping(source, "vision_config"))
+
+        rope = {**text, **_mapping(text, "rope_scaling"), **_mapping(text, "rope_parameters")}
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_type={rope['rope_type']!r} is not supported: only 'default' is")
+        text.update({key: rope[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in rope})
+        for key, needed in (("hidden_act", "silu"), ("attention_bias", False), ("attention_dropout", 0)):
+            if text.get(key, needed) != needed:
+                raise ValueError(f"text_config.{key}={text[key]!r} is not supported: only {needed!r} is")
+        if text.get("layer_types") is None and "full_attention_interval" in text:
+            every = text["full_attention_interval"]
+            layers = text.get("num_hidden_layers", cls.text_type.num_hidden_layers)
+            text["layer_types"] = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+
+        vision["rope_theta"] = _mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+        for key in ("patch_size", "temporal_patch_size"):
+            if isinstance(vision.get(key), list | tuple):
+                sides = set(vision[key])
+                if len(sides) != 1:
+                    raise ValueError(f"vision_config.{key}={vision[key]} is not supported: patches must be square")
+                vision[key] = sides.pop()
+        return cls(
+            text=_read(cls.text_type, text),
+            vision=_read(VisionConfig, vision),
+            **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in source},
+            source=copy.deepcopy(dict(source)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json: what was read, verbatim, as long as no field was changed since."""
+        if self.source and self.from_dict(self.source) == self:
+            return copy.deepcopy(dict(self.source))
+        text, vision = _plain(self.text), _plain(self.vision)
+        text["rope_parameters"] = {
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            **{key: text.pop(key) for key in ("rope_theta", "partial_rotary_factor", "mrope_section")},
+        }
+        vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
+        tied = self.tie_word_embeddings
+        return {
+            **copy.deepcopy(dict(self.source)),
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},
+            "text_config": {
+                **(self.source.get("text_config") or {}),
+                "model_type": f"{self.model_type}_text", "hidden_act": "silu", "tie_word_embeddings": tied, **text,
+            },
+            "vision_config": {
+                **(self.source.get("vision_config") or {}),
+                "model_type": f"{self.model_type}_vision", **vision,
+            },
+        }  # fmt: skip
+
+
+def _mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = source.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} in config.json is {value!r:.40}, not an object: copy or download the file again")
+    return value
+
+
+def _read(cls: Any, values: Mapping[str, Any]) -> Any:
+    """The dataclass from those values that it knows; lists become tuples, to be hashable."""
+    known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in known.items()})
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A dataclass as JSON would hold it."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def _positive(config: Any, where: str) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type == "int" and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{where}.{field.name}={value!r} must be an integer >= 1")

@@ -1,0 +1,17 @@
+"""Qwen3.5 vision-language models with mixtures of experts (Qwen3_5MoeForConditionalGeneration)."""
+
+from cpjax.models.common.qwen3_5.config import VisionConfig
+from cpjax.models.common.qwen3_5.decode import decode, prefill
+from cpjax.models.common.qwen3_5.prepare import STREAMS, Media, Row, patchify, prepare
+from cpjax.models.common.qwen3_5.processing import MediaPlan
+from cpjax.models.common.qwen3_5.weights import DROPPED
+from cpjax.models.qwen3_5_moe.config import Config, TextConfig
+from cpjax.models.qwen3_5_moe.model import Processor, Qwen3_5Moe
+from cpjax.models.qwen3_5_moe.weights import stacked_weights, weights
+
+Model = Qwen3_5Moe
+
+__all__ = [
+    "DROPPED", "STREAMS", "Config", "Media", "MediaPlan", "Model", "Processor", "Qwen3_5Moe", "Row", "TextConfig",
+    "VisionConfig", "decode", "patchify", "prefill", "prepare", "stacked_weights", "weights",
+]  # fmt: skip
