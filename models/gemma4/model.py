@@ -26,7 +26,7 @@ from cpjax.models.common.layers import (
     stack_layers,
 )
 from cpjax.models.gemma4.audio import Audio
-from cpjax.models.gemma4.config import SLIDING, Config, Stack, TextConfig
+from cpjax.models.gemma4.config import FULL, SLIDING, Config, Stack, TextConfig
 from cpjax.models.gemma4.layers import geglu, scaled_norm
 from cpjax.models.gemma4.vision import Vision
 from cpjax.shard import Sharder
@@ -87,12 +87,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, local: Local, kv: KeysValues | None) -> tuple[jax.Array, KeysValues]:
         """x [B, L, E] -> [B, L, E], and the keys and values that it saw: `kv` if given, else its own."""
-        shape, angles = (*x.shape[:2], -1, self.head_dim), local.angles[self.kind]
-        q = apply_rope(self.q_norm(self.q_proj(x).reshape(shape)), angles)
+        angles = local.angles[self.kind]
         if kv is None:
-            k = self.k_proj(x).reshape(shape)
-            v = k if self.v_proj is None else self.v_proj(x).reshape(shape)
-            kv = apply_rope(self.k_norm(k), angles), rms_norm(v, self.eps).astype(x.dtype)
+            kv = self.keys_values(x, angles)
         mask = Mask(
             document_ids=local.document_ids,
             padding_mask=local.padding_mask,
@@ -101,9 +98,25 @@ class Attention(nnx.Module):
             windowed_groups=True,
         )
         out = attention(
-            q, *kv, sharder=local.sharder, mask=mask, scale=1.0, transport=local.transport, kernel=local.kernel
-        )
-        return self.o_proj(out.reshape(*x.shape[:2], -1)), kv
+            self.queries(x, angles), *kv, sharder=local.sharder, mask=mask, scale=1.0, transport=local.transport,
+            kernel=local.kernel,
+        )  # fmt: skip
+        return self.finish(out), kv
+
+    def queries(self, x: jax.Array, angles: jax.Array) -> jax.Array:
+        """x [B, L, E] -> [B, L, H, D]."""
+        return apply_rope(self.q_norm(self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)), angles)
+
+    def keys_values(self, x: jax.Array, angles: jax.Array) -> KeysValues:
+        """x [B, L, E] -> its own keys and values."""
+        shape = (*x.shape[:2], -1, self.head_dim)
+        k = self.k_proj(x).reshape(shape)
+        v = k if self.v_proj is None else self.v_proj(x).reshape(shape)
+        return apply_rope(self.k_norm(k), angles), rms_norm(v, self.eps).astype(x.dtype)
+
+    def finish(self, out: jax.Array) -> jax.Array:
+        """What attention read, [B, L, H, D] -> [B, L, E]."""
+        return self.o_proj(out.reshape(*out.shape[:2], -1))
 
 
 class Router(nnx.Module):
@@ -171,15 +184,19 @@ class DecoderLayer(nnx.Module):
             own: [B, L, P], the layer's own input.
         """
         out, kv = self.self_attn(self.input_layernorm(x), local, kv)
+        return self.finish(x, out, own, local.padding_mask), kv
+
+    def finish(self, x: jax.Array, out: jax.Array, own: jax.Array | None, padding_mask: jax.Array) -> jax.Array:
+        """What follows attention, whose output for x is `out`."""
         x = x + self.post_attention_layernorm(out)
         y = self.mlp(self.pre_feedforward_layernorm(x))
         if self.mixture is not None:
-            y = self.mixture(x, y, local.padding_mask)
+            y = self.mixture(x, y, padding_mask)
         x = x + self.post_feedforward_layernorm(y)
         if own is not None:
             gated = geglu(self.per_layer_input_gate(x), own)
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return x * self.layer_scalar[...].astype(x.dtype), kv
+        return x * self.layer_scalar[...].astype(x.dtype)
 
 
 class LayerGroup(nnx.Module):
@@ -274,15 +291,15 @@ class Gemma4(nnx.Module):
         text = self.config.text
         hidden = self.embed(batch, sharder, dtype, remat, kernel)
         local = self.local(batch, sharder, hidden.dtype, transport, kernel)
-        inputs = self.per_layer_inputs(batch, sharder, hidden)
+        inputs = self.per_layer_inputs(sharder.take_local(batch["input_ids"]), hidden)
         kept = {}
         for kind in sorted(set(text.types[text.first_shared :])):
             zero = jnp.zeros((*hidden.shape[:2], text.kv_heads(kind), text.width(kind)), hidden.dtype)
             kept[kind] = (vary_over(zero, varying_axes(hidden)),) * 2
-        own = _by_group(inputs, text.stacks[0])
+        own = by_group(inputs, text.stacks[0])
         hidden, kept = scan_layers(self.layers, (hidden, kept), local, {}, each=own, remat=remat)
         if self.shared_layers is not None:
-            own = _by_group(inputs, text.stacks[1])
+            own = by_group(inputs, text.stacks[1])
             hidden, _ = scan_layers(self.shared_layers, (hidden, {}), local, kept, each=own, remat=remat)
         return self.norm(hidden)
 
@@ -300,9 +317,7 @@ class Gemma4(nnx.Module):
             dtype: of the result, and with it of all that follows; None: that of the parameters.
             remat, kernel: of the towers.
         """
-        table = self.embed_tokens[...]
-        scale = jnp.asarray(self.config.text.hidden_size**0.5, table.dtype)  # rounded as the weights are
-        hidden = (table[batch["input_ids"]] * scale).astype(dtype or table.dtype)
+        hidden = self.embed_text(batch["input_ids"], dtype)
         if "pixel_values" in batch:
             features = self.visual(batch, hidden.dtype, remat, kernel)
             hidden = _splice(hidden, features, batch["vision_index"], sharder)
@@ -311,19 +326,26 @@ class Gemma4(nnx.Module):
             hidden = _splice(hidden, features, batch["audio_index"], sharder)
         return sharder.take_local(hidden)
 
-    def per_layer_inputs(self, batch: Mapping[str, jax.Array], sharder: Sharder, hidden: jax.Array) -> jax.Array | None:
-        """What each layer gets of this rank's tokens beside the hidden states, [B, L, layers, P]; None if nothing.
+    def embed_text(self, ids: jax.Array, dtype: Any = None) -> jax.Array:
+        """ids [B, L] -> [B, L, E]."""
+        table = self.embed_tokens[...]
+        scale = jnp.asarray(self.config.text.hidden_size**0.5, table.dtype)  # rounded as the weights are
+        return (table[ids] * scale).astype(dtype or table.dtype)
+
+    def per_layer_inputs(self, ids: jax.Array, hidden: jax.Array) -> jax.Array | None:
+        """What each layer gets of each token beside the hidden states, [B, L, layers, P]; None if nothing.
 
         Half of it is looked up by token, where a pad stands for media, half is made of what enters the layers. Both
         are of one token alone: only the rank's own are looked up, as all would be layers x P numbers for each token.
 
         Args:
+            ids: [B, L], this rank's.
             hidden: [B, L, E], of `embed`.
         """
         config = self.config.text
         if not config.hidden_size_per_layer_input:
             return None
-        ids, table = sharder.take_local(batch["input_ids"]), self.per_layer_embed_tokens[...]
+        table = self.per_layer_embed_tokens[...]
         ids = jnp.where(jnp.isin(ids, np.asarray(self.config.placeholder_ids)), config.pad_token_id, ids)
         shape = (*ids.shape, config.num_hidden_layers, config.hidden_size_per_layer_input)
         scale = jnp.asarray(config.hidden_size_per_layer_input**0.5, table.dtype)
@@ -341,11 +363,9 @@ class Gemma4(nnx.Module):
     ) -> Local:
         """What the layers read beside hidden states of this dtype."""
         config = self.config.text
-        wide = jnp.promote_types(dtype, jnp.float32)
-        positions = sharder.take_local(batch["position_ids"]).astype(wide)[..., None]
         groups = batch.get("vision_group_ids") if config.use_bidirectional_attention == "vision" else None
         return Local(
-            angles={kind: positions * jnp.asarray(rope(config, kind), wide) for kind in set(config.types)},
+            angles=angles(config, sharder.take_local(batch["position_ids"]), jnp.promote_types(dtype, jnp.float32)),
             document_ids=sharder.take_local(batch["document_ids"]),
             padding_mask=sharder.take_local(batch["padding_mask"]),
             vision_group_ids=None if groups is None else sharder.take_local(groups),
@@ -364,20 +384,19 @@ class Gemma4(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def rope(config: TextConfig, kind: str) -> np.ndarray:
-    """The angle by which each pair (i, i + D/2) of a head turns per position, [D/2].
+def angles(config: TextConfig, positions: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+    """By type of layer, how far each pair (i, i + D/2) of a head is turned at positions [B, L]: [B, L, D/2].
 
     In full layers only the first share of the pairs turns, at the frequencies that they would have if all did.
     """
-    width = config.width(kind)
-    if kind == SLIDING:
-        return rope_frequencies(width, config.sliding_rope_theta)
-    turning = int(config.partial_rotary_factor * width // 2)
-    frequencies = rope_frequencies(width, config.full_rope_theta)
-    return np.where(np.arange(width // 2) < turning, frequencies, 0)
+    sliding = rope_frequencies(config.width(SLIDING), config.sliding_rope_theta)
+    full = rope_frequencies(config.width(FULL), config.full_rope_theta)
+    full[int(config.partial_rotary_factor * config.width(FULL) // 2) :] = 0
+    turns = positions.astype(dtype)[..., None]
+    return {SLIDING: turns * jnp.asarray(sliding, dtype), FULL: turns * jnp.asarray(full, dtype)}
 
 
-def _by_group(inputs: jax.Array | None, stack: Stack) -> tuple[jax.Array, ...]:
+def by_group(inputs: jax.Array | None, stack: Stack) -> tuple[jax.Array, ...]:
     """The inputs of the layers of a stack as `scan_layers` takes them, [groups, B, L, slots, P]."""
     if inputs is None:
         return ()

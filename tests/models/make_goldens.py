@@ -400,6 +400,7 @@ def gemma4() -> None:
         videos=[(2, 2, 4)],
     )
 
+    generated = {"gemma4": gemma4_generated(model, "gemma4")}
     small = dict(
         layer_types=["sliding_attention", "full_attention"] * 4, num_hidden_layers=8, hidden_size_per_layer_input=8,
         num_kv_shared_layers=4, use_double_wide_mlp=True, intermediate_size=24, rms_norm_eps=1e-2,
@@ -422,6 +423,8 @@ def gemma4() -> None:
         videos=[(2, 2, 4)],
         sounds=[23, 9, 18],
     )
+    generated["gemma4_e"] = gemma4_generated(model, "gemma4_e")
+    save_file(generated, GOLDENS / "gemma4-generated.safetensors")
 
     mixture = dense | dict(
         num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], enable_moe_block=True, num_experts=6,
@@ -432,6 +435,19 @@ def gemma4() -> None:
     model = gemma4_model(config, seed=7)
     save_gemma4(model, "gemma4_moe")
     gemma4_case(model, "gemma4_moe-media", [text(8) + image(6) + text(12), text(9)], images=[(4, 6)])
+
+
+def gemma4_generated(model, name: str, count: int = 12) -> np.ndarray:
+    """What follows the first row of a case, which has all of its images, none of its videos and its first sounds."""
+    case = load_file(GOLDENS / f"{name}-media.safetensors")
+    ids = torch.tensor(case["input_ids"][:1])
+    sounds = int((np.diff((case["input_ids"][0] == AUDIO).astype(int), prepend=0) == 1).sum())
+    inputs = {key: torch.tensor(case[key]) for key in ("pixel_values", "image_position_ids")}
+    if sounds:
+        inputs |= {key: torch.tensor(case[key][:sounds]) for key in ("input_features", "input_features_mask")}
+    inputs["mm_token_type_ids"] = (ids == IMAGE) * 1 + (ids == AUDIO) * 3
+    out = model.generate(input_ids=ids, **inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return out[0, ids.shape[1] :].numpy()
 
 
 def save_gemma4(model, name: str) -> None:
