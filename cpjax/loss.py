@@ -14,7 +14,13 @@ from cpjax.varying import vary_over, varying_axes
 
 
 def cross_entropy(
-    hidden: jax.Array, head: jax.Array, labels: jax.Array, *, valid_tokens: Any, chunk_size: int = 1024
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    *,
+    valid_tokens: Any,
+    softcap: float | None = None,
+    chunk_size: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
     """This rank's share of the mean cross-entropy of softmax(hidden @ head), and its number of correct predictions.
 
@@ -30,16 +36,17 @@ def cross_entropy(
         labels: int [B, L], 0 .. V-1, or -100 for no loss.
         valid_tokens: number of labels other than -100 in the whole global step, counted before sharding. Zero is
             allowed: the loss and its gradients are then zero.
+        softcap: static c: the logits become c tanh(logit / c).
         chunk_size: classes per chunk; it does not change the result.
 
     Returns:
         loss, a scalar: local sum / valid_tokens; correct, an int32 scalar: local valid labels that are the argmax.
 
     Raises:
-        ValueError: shapes that do not fit, or chunk_size < 1.
+        ValueError: shapes that do not fit, softcap <= 0, or chunk_size < 1.
     """
-    _check("cross_entropy", hidden, head, labels, chunk_size)
-    total, correct = _total(*_alike(hidden, head, labels), chunk_size)
+    _check("cross_entropy", hidden, head, labels, softcap, chunk_size)
+    total, correct = _total(*_alike(hidden, head, labels), softcap, chunk_size)
     return total / jnp.maximum(valid_tokens, 1), correct
 
 
@@ -53,6 +60,8 @@ def distillation_loss(
     valid_tokens: Any,
     ratio: float,
     temperature: float,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
     chunk_size: int = 1024,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """(1 - r) CE + r T^2 KL(teacher || student): this rank's share of its mean over the valid labels.
@@ -62,22 +71,23 @@ def distillation_loss(
     by chunks of classes, of student and teacher at once, and anew in the backward pass. The teacher gets no gradient.
 
     Args:
-        hidden, head, labels, valid_tokens, chunk_size: as for `cross_entropy`.
+        hidden, head, labels, valid_tokens, softcap, chunk_size: as for `cross_entropy`.
         teacher_hidden: [B, L, F], of the same tokens.
         teacher_head: [F, V], of the same vocabulary.
         ratio: r, in [0, 1].
-        temperature: T > 0.
+        temperature: T > 0, which divides capped logits.
+        teacher_softcap: of the teacher's logits.
 
     Returns:
         loss, and (ce, kl, correct): the two parts without their factors, and the number of valid labels that are the
         student's argmax; all are scalars, to be added over ranks, rows and microbatches.
 
     Raises:
-        ValueError: shapes that do not fit, vocabularies of different size, ratio or temperature out of range, or
-            chunk_size < 1.
+        ValueError: shapes that do not fit, vocabularies of different size, ratio or temperature out of range, a
+            softcap <= 0, or chunk_size < 1.
     """
-    _check("distillation_loss", hidden, head, labels, chunk_size)
-    _check("distillation_loss of the teacher", teacher_hidden, teacher_head, labels, chunk_size)
+    _check("distillation_loss", hidden, head, labels, softcap, chunk_size)
+    _check("distillation_loss of the teacher", teacher_hidden, teacher_head, labels, teacher_softcap, chunk_size)
     if head.shape[1] != teacher_head.shape[1]:
         raise ValueError(
             f"distillation_loss was given a head of {head.shape[1]} classes, the teacher's of {teacher_head.shape[1]}: "
@@ -89,17 +99,21 @@ def distillation_loss(
             "temperature above 0"
         )
     operands = _alike(hidden, head, *jax.lax.stop_gradient((teacher_hidden, teacher_head)), labels)
-    ce, kl, correct = _totals(*operands, float(temperature), chunk_size)
+    ce, kl, correct = _totals(*operands, float(temperature), (softcap, teacher_softcap), chunk_size)
     ce, kl = (total / jnp.maximum(valid_tokens, 1) for total in (ce, kl))
     return (1 - ratio) * ce + ratio * temperature**2 * kl, (ce, kl, correct)
 
 
-def _check(name: str, hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk_size: int) -> None:
+def _check(
+    name: str, hidden: jax.Array, head: jax.Array, labels: jax.Array, softcap: float | None, chunk_size: int
+) -> None:
     if hidden.ndim != 3 or head.ndim != 2 or head.shape[0] != hidden.shape[2] or labels.shape != hidden.shape[:2]:
         raise ValueError(
             f"{name} was given hidden {hidden.shape}, head {head.shape}, labels {labels.shape}: "
             "it needs hidden [B, L, E], head [E, V] and labels [B, L]"
         )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name} was given softcap={softcap}: give a number above 0, or None")
     if chunk_size < 1:
         raise ValueError(f"{name} was given chunk_size={chunk_size}: it must be at least 1")
 
@@ -130,8 +144,14 @@ def _wide(*arrays: jax.Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    return jnp.einsum("ble,ev->blv", hidden, head, preferred_element_type=_wide(hidden, head))
+def _logits(hidden: jax.Array, head: jax.Array, softcap: float | None) -> jax.Array:
+    logits = jnp.einsum("ble,ev->blv", hidden, head, preferred_element_type=_wide(hidden, head))
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _uncapped(dlogits: jax.Array, logits: jax.Array, softcap: float | None) -> jax.Array:
+    """The gradient in hidden @ head from that in the `logits` made of it."""
+    return dlogits if softcap is None else dlogits * (1 - jnp.square(logits / softcap))
 
 
 def _is_label(labels: jax.Array, start: Any, size: int) -> jax.Array:
@@ -181,15 +201,17 @@ def _backward(
     return dhidden.astype(hidden.dtype), dhead
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _total(hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _total(
+    hidden: jax.Array, head: jax.Array, labels: jax.Array, softcap: float | None, chunk_size: int
+) -> tuple[jax.Array, jax.Array]:
     """Sum of the losses of valid tokens, and the number of correct ones."""
-    return _total_fwd(hidden, head, labels, chunk_size)[0]
+    return _total_fwd(hidden, head, labels, softcap, chunk_size)[0]
 
 
-def _total_fwd(hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk_size: int) -> Any:
+def _total_fwd(hidden: jax.Array, head: jax.Array, labels: jax.Array, softcap: float | None, chunk_size: int) -> Any:
     def step(carry: Any, start: Any, columns: jax.Array) -> Any:
-        return _next_ce(carry, start, _logits(hidden, columns), labels)
+        return _next_ce(carry, start, _logits(hidden, columns, softcap), labels)
 
     carry = _start_ce(labels, _wide(hidden, head))
     carry = _over_classes(step, carry, (head,), chunk_size, varying_axes(hidden))
@@ -197,13 +219,14 @@ def _total_fwd(hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk_size
     return (total, correct), (hidden, head, labels, lse)
 
 
-def _total_bwd(chunk_size: int, residuals: Any, cotangents: Any) -> Any:
+def _total_bwd(softcap: float | None, chunk_size: int, residuals: Any, cotangents: Any) -> Any:
     hidden, head, labels, lse = residuals
     weight = jnp.where(labels != IGNORE, cotangents[0], 0)[..., None]
 
     def dlogits(start: Any, columns: jax.Array) -> jax.Array:
-        probabilities = jnp.exp(_logits(hidden, columns) - lse[..., None])
-        return (probabilities - _is_label(labels, start, columns.shape[1])) * weight
+        logits = _logits(hidden, columns, softcap)
+        probabilities = jnp.exp(logits - lse[..., None])
+        return _uncapped((probabilities - _is_label(labels, start, columns.shape[1])) * weight, logits, softcap)
 
     return *_backward(dlogits, hidden, (head,), chunk_size, lse.dtype), None
 
@@ -211,25 +234,29 @@ def _total_bwd(chunk_size: int, residuals: Any, cotangents: Any) -> Any:
 _total.defvjp(_total_fwd, _total_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+Softcaps = tuple[float | None, float | None]
+"""Of the student's and of the teacher's logits."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _totals(
     hidden: jax.Array, head: jax.Array, teacher_hidden: jax.Array, teacher_head: jax.Array, labels: jax.Array,
-    temperature: float, chunk_size: int,
+    temperature: float, softcaps: Softcaps, chunk_size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Sums of the cross-entropies and of the divergences at a temperature, and the number of correct tokens."""
-    return _totals_fwd(hidden, head, teacher_hidden, teacher_head, labels, temperature, chunk_size)[0]
+    return _totals_fwd(hidden, head, teacher_hidden, teacher_head, labels, temperature, softcaps, chunk_size)[0]
 
 
 def _totals_fwd(
     hidden: jax.Array, head: jax.Array, teacher_hidden: jax.Array, teacher_head: jax.Array, labels: jax.Array,
-    temperature: float, chunk_size: int,
+    temperature: float, softcaps: Softcaps, chunk_size: int,
 ) -> Any:  # fmt: skip
     dtype = _wide(hidden, head)
 
     def step(carry: Any, start: Any, columns: jax.Array, teacher_columns: jax.Array) -> Any:
         ce, soft_scale, (top, scale, gap) = carry
-        logits = _logits(hidden, columns)
-        targets = _logits(teacher_hidden, teacher_columns).astype(dtype)
+        logits = _logits(hidden, columns, softcaps[0])
+        targets = _logits(teacher_hidden, teacher_columns, softcaps[1]).astype(dtype)
         new_ce = _next_ce(ce, start, logits, labels)
         # Softmax at the temperature, under the same largest logits.
         soft_scale *= jnp.exp((ce[0] - new_ce[0]) / temperature)
@@ -256,17 +283,17 @@ def _totals_fwd(
     return (total, divergence, correct), residuals
 
 
-def _totals_bwd(temperature: float, chunk_size: int, residuals: Any, cotangents: Any) -> Any:
+def _totals_bwd(temperature: float, softcaps: Softcaps, chunk_size: int, residuals: Any, cotangents: Any) -> Any:
     hidden, head, teacher_hidden, teacher_head, labels, lse, soft_lse, teacher_lse = residuals
     ce_weight, kl_weight = (jnp.where(labels != IGNORE, x, 0)[..., None] for x in cotangents[:2])
 
     def dlogits(start: Any, columns: jax.Array, teacher_columns: jax.Array) -> jax.Array:
-        logits = _logits(hidden, columns)
-        targets = _logits(teacher_hidden, teacher_columns).astype(logits.dtype)
+        logits = _logits(hidden, columns, softcaps[0])
+        targets = _logits(teacher_hidden, teacher_columns, softcaps[1]).astype(logits.dtype)
         hard = jnp.exp(logits - lse[..., None]) - _is_label(labels, start, columns.shape[1])
         soft = jnp.exp(logits / temperature - soft_lse[..., None])
         soft -= jnp.exp(targets / temperature - teacher_lse[..., None])
-        return ce_weight * hard + kl_weight / temperature * soft
+        return _uncapped(ce_weight * hard + kl_weight / temperature * soft, logits, softcaps[0])
 
     grads = _backward(dlogits, hidden, (head, teacher_head), chunk_size, lse.dtype)
     return *grads, None, None, None

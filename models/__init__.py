@@ -17,6 +17,7 @@ from cpjax.models.common import checkpoint
 __all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_names"]
 
 _FAMILIES = {
+    "gemma4": "cpjax.models.gemma4",
     "qwen3_5": "cpjax.models.qwen3_5",
     "qwen3_5_moe": "cpjax.models.qwen3_5_moe",
     "step3p7": "cpjax.models.step3p7",
@@ -26,12 +27,13 @@ _FAMILIES = {
 def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
-    Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`,
-    `forward_flops`, `reduced`, `synthetic_row`, and for `cpjax.models.generate` a `prefill` and a `decode`. A folder
-    may also be laid out as `stacked_weights` says, if there are any, and lack what its `without_absent`, if any, takes
-    out of the configuration. A model whose layers have routers has `router_loss`, what their balance loss is multiplied
-    by, and `outputs`, which takes what a call does and returns hidden states and `experts.RouterSums`. A model with
-    heads of multi-token prediction has these in `mtp`, and `ahead`, what they make of its hidden states.
+    Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`, for
+    `cpjax.models.generate` a `prefill` and a `decode`, and for the trainer's --check, --plan and MFU (Qwen3.5 only so
+    far) `forward_flops`, `reduced` and `synthetic_row`. A folder may also be laid out as `stacked_weights` says, if
+    there are any, and lack what its `without_absent`, if any, takes out of the configuration. A model whose layers have
+    routers has `router_loss`, what their balance loss is multiplied by, and `outputs`, which takes what a call does and
+    returns hidden states and `experts.RouterSums`. A model with heads of multi-token prediction has these in `mtp`, and
+    `ahead`, what they make of its hidden states. One that caps its logits says so in `logit_softcap`.
 
     Raises:
         ValueError: no such family.

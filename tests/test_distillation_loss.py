@@ -9,15 +9,15 @@ from jax.sharding import PartitionSpec as P
 from cpjax.loss import cross_entropy, distillation_loss
 from cpjax.shard import IGNORE, layout_from_name, make_batch, make_sharder
 
-from .test_loss import count, inputs
+from .test_loss import capped, count, inputs
 
 RATIO, TEMPERATURE = 0.3, 2.5
 
 
 @jax.jit
-def dense(hidden, head, teacher_hidden, teacher_head, labels):
+def dense(hidden, head, teacher_hidden, teacher_head, labels, softcaps=(None, None)):
     """(loss, (ce, kl)) from all logits at once."""
-    logits, targets = hidden @ head, teacher_hidden @ teacher_head
+    logits, targets = map(capped, (hidden @ head, teacher_hidden @ teacher_head), softcaps)
     valid = labels != IGNORE
 
     def mean(values):
@@ -55,24 +55,24 @@ def on_ranks(cp, hidden, head, teacher_hidden, teacher_head, labels):
     return jax.jit(jax.value_and_grad(body, (0, 1), has_aux=True))(*operands)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 1024])
-def test_float64_equals_the_dense_formula(chunk_size):
+@pytest.mark.parametrize(("chunk_size", "softcaps"), [(1, (None, None)), (7, (1.5, 2.5)), (1024, (None, None))])
+def test_float64_equals_the_dense_formula(chunk_size, softcaps):
     with jax.enable_x64(True):
         *operands, labels = pair(0, 2, 5, 20)
 
         def loss(*operands):
             return distillation_loss(
                 *operands, labels, valid_tokens=count(labels), ratio=RATIO, temperature=TEMPERATURE,
-                chunk_size=chunk_size,
+                softcap=softcaps[0], teacher_softcap=softcaps[1], chunk_size=chunk_size,
             )  # fmt: skip
 
         (value, (ce, kl, correct)), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*operands)
-        (wanted, parts), wanted_grads = jax.value_and_grad(dense, (0, 1), has_aux=True)(*operands, labels)
+        (wanted, parts), wanted_grads = jax.value_and_grad(dense, (0, 1), has_aux=True)(*operands, labels, softcaps)
         np.testing.assert_allclose([value, ce, kl], [wanted, *parts], rtol=1e-12)
         for a, b in zip(grads, wanted_grads, strict=False):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
         assert not any(np.asarray(grad).any() for grad in grads[2:])  # the teacher's
-        own_ce, own_correct = cross_entropy(*operands[:2], labels, valid_tokens=count(labels))
+        own_ce, own_correct = cross_entropy(*operands[:2], labels, valid_tokens=count(labels), softcap=softcaps[0])
         assert own_correct == correct and float(own_ce) == pytest.approx(float(ce), rel=1e-13)
 
 

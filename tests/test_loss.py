@@ -10,10 +10,15 @@ from cpjax.loss import cross_entropy
 from cpjax.shard import IGNORE, Zigzag, layout_from_name, make_batch, make_sharder
 
 
+def capped(logits, softcap):
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 @jax.jit
-def dense(hidden, head, labels):
+def dense(hidden, head, labels, softcap=None):
     """Mean loss over valid labels, from all logits at once."""
-    logs = jax.nn.log_softmax(hidden @ head, axis=-1)
+    logits = capped(hidden @ head, softcap)
+    logs = jax.nn.log_softmax(logits, axis=-1)
     picked = jnp.take_along_axis(logs, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     valid = labels != IGNORE
     return -jnp.where(valid, picked, 0).sum() / jnp.maximum(valid.sum(), 1)
@@ -47,17 +52,17 @@ def on_ranks(name, cp, hidden, head, labels):
     return jax.jit(jax.value_and_grad(body, (0, 1), has_aux=True))(hidden, head, labels, valid)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 10, 1024])
-def test_float64_equals_the_dense_formula(chunk_size):
+@pytest.mark.parametrize(("chunk_size", "softcap"), [(1, None), (7, None), (10, 1.5), (1024, None), (1024, 0.7)])
+def test_float64_equals_the_dense_formula(chunk_size, softcap):
     with jax.enable_x64(True):
         hidden, head, labels = inputs(0, 2, 5, 4, 20)
         valid = count(labels)
 
         def loss(hidden, head):
-            return cross_entropy(hidden, head, labels, valid_tokens=valid, chunk_size=chunk_size)
+            return cross_entropy(hidden, head, labels, valid_tokens=valid, softcap=softcap, chunk_size=chunk_size)
 
         (value, correct), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, head)
-        wanted, wanted_grads = jax.value_and_grad(dense, (0, 1))(hidden, head, labels)
+        wanted, wanted_grads = jax.value_and_grad(dense, (0, 1))(hidden, head, labels, softcap)
         np.testing.assert_allclose(value, wanted, rtol=1e-13)
         for a, b in zip(grads, wanted_grads, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-14)
@@ -179,5 +184,7 @@ def test_what_does_not_fit_is_refused():
         cross_entropy(hidden, head.T, labels, valid_tokens=4)
     with pytest.raises(ValueError, match=r"labels \(1, 3\)"):
         cross_entropy(hidden, head, labels[:, :3], valid_tokens=4)
+    with pytest.raises(ValueError, match="softcap=0: give a number above 0"):
+        cross_entropy(hidden, head, labels, valid_tokens=4, softcap=0)
     with pytest.raises(ValueError, match="chunk_size=0"):
         cross_entropy(hidden, head, labels, valid_tokens=4, chunk_size=0)

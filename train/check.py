@@ -23,7 +23,7 @@ from cpjax.train.config import Config, LoraConfig
 from cpjax.train.lora import add_adapters, weight_table
 from cpjax.train.report import by_part
 from cpjax.train.step import Arrays, Teacher, init_state, make_train_step, place_batch, split_model
-from cpjax.train.task import host_batch, read_model_config
+from cpjax.train.task import check_synthetic, host_batch, read_model_config
 
 LOSS, GRADIENT = 1e-6, 1e-5
 """Largest differences in float32: of the loss, and of a gradient relative to its tensor's largest entry."""
@@ -53,6 +53,7 @@ def check(config: Config) -> int:
     """
     say = Console(highlight=False, soft_wrap=True).print
     model_config = read_model_config(config)
+    check_synthetic(model_config, "--check")
     small = family(model_config.model_type).reduced(model_config)
     rows = make_rows(config, small)
     axes = {name: getattr(config.mesh, name) for name in AXES}

@@ -27,7 +27,7 @@ from cpjax.train.optimizer import make_optimizer, make_schedule
 from cpjax.train.progress import peak_flops, step_flops
 from cpjax.train.report import describe_parameters
 from cpjax.train.step import Teacher, TrainState, init_state, make_train_step, split_model
-from cpjax.train.task import HostBatch, host_batch, read_model_config
+from cpjax.train.task import HostBatch, check_synthetic, host_batch, read_model_config
 
 
 def plan(config: Config) -> int:
@@ -44,6 +44,7 @@ def plan(config: Config) -> int:
     gpu = GPUS[config.plan.gpu]
     mesh = gpu_mesh(sizes, gpu=config.plan.gpu, hosts=config.plan.hosts)
     model_config = read_model_config(config)
+    check_synthetic(model_config, "--plan")
     batch, sharder = largest_batch(config, model_config)
 
     model = abstract_model(model_config, config.model.dtype, config.lora)

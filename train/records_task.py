@@ -210,7 +210,8 @@ def make_loss_step(
         def total(model: Any, batch: Arrays) -> jax.Array:
             hidden = model(batch, sharder, **forward)
             labels = sharder.take_local(batch["labels"])
-            loss, _ = cross_entropy(hidden, model.head().astype(hidden.dtype), labels, valid_tokens=1)
+            head, softcap = model.head().astype(hidden.dtype), getattr(model, "logit_softcap", None)
+            loss, _ = cross_entropy(hidden, head, labels, valid_tokens=1, softcap=softcap)
             return loss[None]
 
         loss = run_model(total, graphdef, mesh, params, frozen, batch, out_specs=P("cp")).sum()

@@ -85,7 +85,8 @@ def nonfinite(
         model = merge_model(graphdef, params, frozen)
         start_dropout(model, numbered, sharder)
         hidden = model(numbered, sharder, **forward)
-        value, _ = cross_entropy(hidden, model.head().astype(hidden.dtype), batch["labels"], valid_tokens=valid)
+        head, softcap = model.head().astype(hidden.dtype), getattr(model, "logit_softcap", None)
+        value, _ = cross_entropy(hidden, head, batch["labels"], valid_tokens=valid, softcap=softcap)
         return value * scale, {"the final hidden states": hidden, "the loss": value}
 
     gradients, outputs = jax.jit(jax.grad(loss, has_aux=True))(state.params)

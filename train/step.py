@@ -250,14 +250,15 @@ def make_train_step(
         # Each rank has its own copy from here on of what it holds whole: else every use of such a parameter would add
         # its gradient over the ranks.
         params, frozen, teacher = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen, teacher))
-        balanced = getattr(merge_model(graphdef, params, frozen), "router_loss", 0.0)
+        model = merge_model(graphdef, params, frozen)
+        balanced, softcap = getattr(model, "router_loss", 0.0), getattr(model, "logit_softcap", None)
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays, routed: RouterSums | None) -> tuple[jax.Array, Arrays]:
             own, sums, later = outputs(params, batch)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
-                loss, correct = cross_entropy(*own, labels, valid_tokens=valid)
+                loss, correct = cross_entropy(*own, labels, valid_tokens=valid, softcap=softcap)
                 parts = {"loss": loss, "correct": correct}
             else:
                 model = merge_model(teacher.graphdef, teacher.arrays)
@@ -265,7 +266,8 @@ def make_train_step(
                 targets = model(batch, sharder, **forward | {"dtype": None, "remat": "none"})
                 loss, (ce, kl, correct) = distillation_loss(
                     *own, targets, model.head().astype(targets.dtype), labels, valid_tokens=valid, ratio=teacher.ratio,
-                    temperature=teacher.temperature,
+                    temperature=teacher.temperature, softcap=softcap,
+                    teacher_softcap=getattr(model, "logit_softcap", None),
                 )  # fmt: skip
                 parts = {"loss": loss, "ce": ce, "kl": kl, "correct": correct}
             if sums is not None:

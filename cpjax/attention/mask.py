@@ -16,7 +16,7 @@ from cpjax.shard import SliceKind
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["document_ids", "padding_mask", "vision_group_ids", "prefix", "slices"],
-    meta_fields=["causal", "window", "longest_document"],
+    meta_fields=["causal", "window", "windowed_groups", "longest_document"],
 )
 @dataclasses.dataclass(frozen=True)
 class Mask:
@@ -24,7 +24,8 @@ class Mask:
 
         same document and not padding and ((causal and window and slices) or same vision group or prefix)
 
-    Parts that are not given do not restrict, and the last two then add nothing.
+    Parts that are not given do not restrict, and the last two then add nothing. With `windowed_groups` a vision group
+    ends at the window's left bound.
 
     Attributes:
         causal: j <= i.
@@ -34,6 +35,7 @@ class Mask:
         window: static (left, right), i - left <= j <= i + right; None is no bound. A sliding window of n tokens that
             counts the query itself, as most models do, is (n - 1, 0).
         vision_group_ids: int [B, L], -1 for text: tokens of one group see each other both ways, at any distance.
+        windowed_groups: static: i - left <= j holds for tokens of one group as well, whose right stays open.
         prefix: bool [B, L]: a key that every query of its document sees.
         slices: int32 [N, 5], the same on all ranks and for all rows: (q_start, q_end, k_start, k_end, kind) in global
             positions, `cpjax.shard.SliceKind` (which kinds there are is checked where the array is NumPy's). A pair is
@@ -49,6 +51,7 @@ class Mask:
     padding_mask: Any = None
     window: tuple[int | None, int | None] = (None, None)
     vision_group_ids: Any = None
+    windowed_groups: bool = False
     prefix: Any = None
     slices: Any = None
     longest_document: int | None = None
@@ -57,23 +60,29 @@ class Mask:
         window, longest = self.window, self.longest_document
         if not isinstance(window, tuple) or len(window) != 2 or not all(w is None or _is_count(w) for w in window):
             raise ValueError(f"mask.window={window!r}: give (left, right), each an integer >= 0 or None for no bound")
-        if not isinstance(self.causal, bool):
-            raise ValueError(f"mask.causal={self.causal!r}: give True or False")
+        for name in ("causal", "windowed_groups"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"mask.{name}={getattr(self, name)!r}: give True or False")
         if longest is not None and not (_is_count(longest) and longest > 0):
             raise ValueError(f"mask.longest_document={longest!r}: give an integer of at least 1, or None")
 
     def reach(self, length: int) -> Reach:
-        """How far before and after itself a query sees by position alone, in a sequence of `length` tokens."""
+        """How far from itself a query sees, as far as that is static, in a sequence of `length` tokens."""
         left, right = (None if w is None else min(w, length) for w in self.window)
-        return left, 0 if self.causal else right
+        return Reach(left, 0 if self.causal else right, left if self.windowed_groups else None)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
 
 
-Reach = tuple[int | None, int | None]
-"""Keys from `left` before the query to `right` after it; None is no bound."""
+class Reach(NamedTuple):
+    """Keys from `left` before the query to `right` after it, from `group_left` in its group; None is no bound."""
+
+    left: int | None
+    right: int | None
+    group_left: int | None = None
+
 
 NO_KEY = jnp.iinfo(jnp.int32).max
 """Position of an empty key slot: after every query."""
@@ -147,7 +156,7 @@ def with_slices(queries: Tokens, slices: jax.Array | None) -> Tokens:
 
 def pair_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
     """Which query of a tile sees which key of another: bool [B or 1, tq, tk]. Tokens of one tile each."""
-    left, right = reach
+    left, right, group_left = reach
     i, j = queries.positions[:, None], keys.positions
     mask = jnp.broadcast_to(j != NO_KEY, (i.size, j.size)) if right is None else j <= i + right
     if left is not None:
@@ -157,7 +166,8 @@ def pair_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
     mask = mask[None]
     q, k = queries.streams, keys.streams
     if q.groups is not None:
-        mask = mask | (q.groups[:, :, None] == k.groups[:, None, :])
+        same = q.groups[:, :, None] == k.groups[:, None, :]
+        mask = mask | (same if group_left is None else same & (j >= i - group_left))
     if k.prefix is not None:
         mask = mask | (k.prefix[:, None, :] > 0)
     if q.segments is not None:
@@ -191,7 +201,7 @@ def tile_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
         allowed. Where it is True there mostly is one: bounds may touch where no number, or no pair that every part of
         the mask allows, does.
     """
-    left, right = reach
+    left, right, group_left = reach
     q_low, q_high = queries.positions.min(-1)[:, None], queries.positions.max(-1)[:, None]
     k_low, k_high = keys.positions.min(-1), jnp.where(keys.positions == NO_KEY, -1, keys.positions).max(-1)
     some = jnp.ones((q_low.size, k_low.size), bool)
@@ -204,7 +214,8 @@ def tile_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
     some = some[..., None]  # [nq, nk, B or 1]
     q, k = queries.streams, keys.streams
     if q.groups is not None:
-        some = some | _meet(q.groups, k.groups)
+        same = _meet(q.groups, k.groups)
+        some = some | (same if group_left is None else same & (k_high >= q_low - group_left)[..., None])
     if k.prefix is not None:
         some = some | (k.prefix > 0).any(-1)
     if q.segments is not None:

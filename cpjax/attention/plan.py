@@ -193,7 +193,7 @@ class _Problem:
     def _bounds(self) -> tuple[int | None, int | None]:
         """How far from a query its keys can be, as far as that is static."""
         if self.mask.vision_group_ids is None and self.mask.prefix is None:
-            bounds = self.mask.reach(self.sharder.padded_length)
+            bounds = self.mask.reach(self.sharder.padded_length)[:2]
         else:
             bounds = None, None
         if self.mask.longest_document is None:

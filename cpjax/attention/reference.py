@@ -66,7 +66,10 @@ def allowed_pairs(mask: Mask, length: int) -> jax.Array:
     allowed = text[None]
     if mask.vision_group_ids is not None:
         groups = mask.vision_group_ids
-        allowed = allowed | ((groups[:, :, None] == groups[:, None, :]) & (groups[:, None, :] >= 0))
+        same = (groups[:, :, None] == groups[:, None, :]) & (groups[:, None, :] >= 0)
+        if mask.windowed_groups and left is not None:
+            same &= j >= i - left
+        allowed = allowed | same
     if mask.prefix is not None:
         allowed = allowed | mask.prefix[:, None, :]
     if mask.document_ids is not None:

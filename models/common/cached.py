@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def prefill_layers(
-    layers: nnx.Module, hidden: jax.Array, apply: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+    layers: nnx.Module, hidden: jax.Array, apply: Callable[..., tuple[jax.Array, Any]], each: Any = ()
 ) -> tuple[jax.Array, Any]:
     """Applies the copies of `stack_layers` one after another, and stacks what each keeps.
 
@@ -20,21 +20,24 @@ def prefill_layers(
 
     Args:
         hidden: [B, ...].
-        apply: (layer, hidden) -> (hidden, kept), kept [B, ...].
+        apply: (layer, hidden, *own) -> (hidden, kept), kept [B, ...].
+        each: arrays whose first axis holds what each layer gets of its `own`.
     """
     graph, stacked = nnx.split(layers)
 
-    def body(hidden: jax.Array, params: Any) -> tuple[jax.Array, Any]:
-        return split_rows(apply(nnx.merge(graph, constrain(params, P())), hidden))
+    def body(hidden: jax.Array, one: Any) -> tuple[jax.Array, Any]:
+        params, own = one
+        return split_rows(apply(nnx.merge(graph, constrain(params, P())), hidden, *own))
 
-    return jax.lax.scan(body, split_rows(hidden), stacked)
+    return jax.lax.scan(body, split_rows(hidden), (stacked, each))
 
 
 def decode_layers(
     layers: nnx.Module,
     hidden: jax.Array,
     kept: Any,
-    apply: Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+    apply: Callable[..., tuple[jax.Array, Any]],
+    each: Any = (),
 ) -> tuple[jax.Array, Any]:
     """Applies the copies of `stack_layers` one after another, each of which changes its part of what is kept.
 
@@ -44,17 +47,18 @@ def decode_layers(
 
     Args:
         kept: as of `prefill_layers`, layers along the first axes.
-        apply: (layer, hidden, kept, number of the layer) -> (hidden, kept).
+        apply: (layer, hidden, kept, number of the layer, *own) -> (hidden, kept).
+        each: as for `prefill_layers`.
     """
     graph, stacked = nnx.split(layers)
     count = len(jax.tree.leaves(stacked)[0])
 
-    def body(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
-        params, number = layer
-        hidden, kept = apply(nnx.merge(graph, params), *carry, number)
+    def body(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array, Any]) -> tuple[tuple[jax.Array, Any], None]:
+        params, number, own = layer
+        hidden, kept = apply(nnx.merge(graph, params), *carry, number, *own)
         return (hidden, split_rows(kept, 1)), None
 
-    return jax.lax.scan(body, (hidden, kept), (stacked, jnp.arange(count)))[0]
+    return jax.lax.scan(body, (hidden, kept), (stacked, jnp.arange(count), each))[0]
 
 
 def split_rows(tree: Any, axis: int = 0) -> Any:

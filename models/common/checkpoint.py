@@ -353,7 +353,7 @@ def write_tensors(tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> None
     Raises:
         OSError: it cannot be written.
     """
-    arrays = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    arrays = {name: np.asarray(value, order="C") for name, value in tensors.items()}
     try:
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -382,7 +382,7 @@ def _write(tensors: Iterator[tuple[str, Any]], folder: pathlib.Path, max_shard_b
         shard.clear()
 
     for name, value in tensors:
-        tensor = np.ascontiguousarray(to_host(value))
+        tensor = np.asarray(to_host(value), order="C")
         if shard and size + tensor.nbytes > max_shard_bytes:
             flush()
             size = 0

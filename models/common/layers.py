@@ -58,6 +58,12 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
+def rms_norm(x: jax.Array, eps: float) -> jax.Array:
+    """x [..., features] over its root mean square, in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm; the scale is the weight (one at the start), or 1 + weight (`zero_centered`, zero)."""
 
@@ -68,8 +74,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """x [..., features] -> the same shape, times silu(gate) if given."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        wide = rms_norm(x, self.eps)
         weight = self.weight[...].astype(wide.dtype)
         wide = wide * (1 + weight if self.zero_centered else weight)
         if gate is not None:
@@ -162,19 +167,24 @@ def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rng
     return layers
 
 
-def scan_layers(layers: Any, hidden: Hidden, *args: Any, remat: Remat = "layer") -> Hidden:
-    """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args)`.
+def scan_layers(layers: Any, hidden: Hidden, *args: Any, each: Any = (), remat: Remat = "layer") -> Hidden:
+    """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args, *own)`.
 
     Compile time and the program's size do not grow with the number of copies; with `remat` "layer" the backward pass
     keeps only the hidden state between them, which may be of several arrays.
+
+    Args:
+        args: the same for all.
+        each: arrays whose first axis holds what each layer gets of its `own`.
     """
     graph, stacked = nnx.split(layers)
 
-    def body(hidden: Hidden, params: Any) -> tuple[Hidden, None]:
+    def body(hidden: Hidden, one: Any) -> tuple[Hidden, None]:
+        params, own = one
         layer = nnx.merge(graph, params)
-        return layer(gather_layer(layer, hidden), *args), None
+        return layer(gather_layer(layer, hidden), *args, *own), None
 
     if remat != "none":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
         body = jax.checkpoint(body, policy=policy)
-    return jax.lax.scan(body, hidden, stacked)[0]
+    return jax.lax.scan(body, hidden, (stacked, each))[0]

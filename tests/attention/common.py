@@ -43,13 +43,15 @@ class Form:
 
     causal: bool = True
     window: tuple = (None, None)
+    windowed_groups: bool = False
     scale: float | None = None
     softcap: float | None = None
     longest_document: int | None = None
     kernel: str = "auto"
 
     def mask(self, slices: Any, streams: dict[str, Any]) -> Mask:
-        return Mask(self.causal, window=self.window, longest_document=self.longest_document, slices=slices, **streams)
+        static = {"window": self.window, "windowed_groups": self.windowed_groups}
+        return Mask(self.causal, longest_document=self.longest_document, slices=slices, **static, **streams)
 
 
 def problem(
@@ -184,7 +186,7 @@ def solve_dense(p: Problem, dtype=jnp.float64, **form):
         return [np.asarray(x) for x in (output, *jax.tree.leaves(pull(jnp.asarray(p.g, dtype))[0]))]
 
 
-def allowed(p: Problem, causal=True, window=(None, None), **_) -> np.ndarray:
+def allowed(p: Problem, causal=True, window=(None, None), windowed_groups=False, **_) -> np.ndarray:
     """bool [B, S, S], pair by pair from the definitions, without a line of the library."""
     batch, length = p.q.shape[:2]
     i, j = np.indices((length, length))
@@ -209,7 +211,8 @@ def allowed(p: Problem, causal=True, window=(None, None), **_) -> np.ndarray:
         if p.vision_group_ids is not None:
             for group in set(p.vision_group_ids[row].tolist()) - {-1}:
                 members = p.vision_group_ids[row] == group
-                seen[row][np.ix_(members, members)] = True
+                pairs = members[:, None] & members
+                seen[row] |= pairs & (i - j <= window[0]) if windowed_groups else pairs
         if p.prefix is not None:
             seen[row][:, p.prefix[row]] = True
         if p.document_ids is not None:

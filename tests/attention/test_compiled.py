@@ -14,7 +14,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import Mask, attention
-from cpjax.attention.mask import NO_KEY, NO_PARTNER, Streams, Tokens, pair_mask, streams_of, tile_mask, with_slices
+from cpjax.attention.mask import (
+    NO_KEY,
+    NO_PARTNER,
+    Reach,
+    Streams,
+    Tokens,
+    pair_mask,
+    streams_of,
+    tile_mask,
+    with_slices,
+)
 from cpjax.attention.tiles import Tiling
 from cpjax.shard import layout_from_name, make_sharder
 from tests.attention.common import documents_of, mesh_of, program
@@ -226,11 +236,11 @@ def test_a_tile_that_is_not_visited_holds_no_allowed_pair(seed, spread, left, ri
         ends = np.sort(rng.integers(0, 31, (3, 2, 2)), 2).reshape(3, 4)
         rows = np.concatenate([ends, rng.integers(0, 4, (3, 1))], 1)
         queries = with_slices(queries, jnp.asarray(rows, jnp.int32))
-    some = np.asarray(tile_mask(queries, keys, (left, right)).any(-1))
+    reach = Reach(left, right, left if seed % 2 else None)
+    some = np.asarray(tile_mask(queries, keys, reach).any(-1))
     for i in range(2):
         for j in range(2):
-            pairs = pair_mask(*(jax.tree.map(lambda x, n=n: x[n], t) for t, n in ((queries, i), (keys, j))),
-                              (left, right))  # fmt: skip
+            pairs = pair_mask(*(jax.tree.map(lambda x, n=n: x[n], t) for t, n in ((queries, i), (keys, j))), reach)
             pairs = np.broadcast_to(pairs, (2, 3, 3))
             assert not pairs[:, :, np.asarray(empty[j])].any()
             assert some[i, j] or not pairs.any()

@@ -22,6 +22,7 @@ CASES = [
     ((4, "zigzag", "ring"), (4, 1), "documents", {"causal": False, "window": (5, 3)}),
     ((8, "contiguous", "ring"), (2, 2), "padding sinks", {"window": (9, None)}),
     ((8, "contiguous", "ring"), (2, 1), "documents vision prefix", {"window": (9, None), "softcap": 3.0}),
+    ((4, "zigzag", "ring"), (4, 2), "ordered padding vision", {"window": (3, None), "windowed_groups": True}),
     ((8, "zigzag", "ring"), (4, 2), "padding slices", {"causal": False, "softcap": 1.0}),
     ((4, "striped", "ring"), (4, 2), "documents slices prefix shared", {"window": (20, None)}),
     ((4, "contiguous", "allgather"), (4, 2), "documents vision sinks", {"causal": False, "window": (7, 0)}),

@@ -1,0 +1,15 @@
+"""Gemma 4 vision-language models (Gemma4ForConditionalGeneration)."""
+
+from cpjax.models.gemma4.config import AudioConfig, Config, TextConfig, VisionConfig
+from cpjax.models.gemma4.decode import decode, prefill
+from cpjax.models.gemma4.model import Gemma4
+from cpjax.models.gemma4.prepare import STREAMS, Media, Row, audio_tokens, patchify, prepare
+from cpjax.models.gemma4.processing import MediaPlan, Processor
+from cpjax.models.gemma4.weights import DROPPED, weights
+
+Model = Gemma4
+
+__all__ = [
+    "DROPPED", "STREAMS", "AudioConfig", "Config", "Gemma4", "Media", "MediaPlan", "Model", "Processor", "Row",
+    "TextConfig", "VisionConfig", "audio_tokens", "decode", "patchify", "prefill", "prepare", "weights",
+]  # fmt: skip
