@@ -36,7 +36,7 @@ def config(tmp_path):
     return Config(
         model=ModelConfig(path=str(tmp_path)),
         records=RecordsConfig(files=["nowhere.jsonl"], tokens=1000, patches=256),
-        mesh=MeshConfig(cp=8),
+        mesh=MeshConfig(fsdp=2, cp=4),
         run=RunConfig(batch_size=2),
         plan=PlanConfig(gpu="h100"),
     )
@@ -57,5 +57,5 @@ def test_a_plan_says_what_a_step_takes(config, capsys):
         pytest.skip(str(error))
     assert jax.default_backend() == "cpu" and plan(config) == 0
     said = capsys.readouterr().out
-    for words in ("H100", "fsdp 1 x cp 8", "(fits in 81,008)", "sent per device", "collective-permute", "2,000 tokens"):
+    for words in ("H100", "fsdp 2 x cp 4", "(fits in 81,008)", "sent per device", "collective-permute", "2,000 tokens"):
         assert words in said
