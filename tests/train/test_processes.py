@@ -122,7 +122,10 @@ def whole(folder):
 def curve(out):
     records = read_metrics(out / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in records]
+    return [
+        {name: value for name, value in record.items() if not name.startswith("tokens_per_second")}
+        for record in records
+    ]
 
 
 def tensors(out):
