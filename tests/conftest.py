@@ -14,6 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update(
     "jax_compilation_cache_dir",
@@ -24,3 +25,11 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile("cpjax", deadline=None)  # the first example compiles
 hypothesis.settings.load_profile("cpjax")
+
+
+@pytest.fixture
+def uncached():
+    """Programs of this test are not written to the cache: XLA has crashed while it serialised such ones."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -10,6 +10,8 @@ from cpjax.shard import IGNORE, Identity, Packed, layout_from_name, make_batch
 
 from .step3p7_cases import CONFIG, dense, documents, host_batch, program, run
 
+pytestmark = pytest.mark.usefixtures("uncached")
+
 
 def test_the_batch_holds_the_hard_cases():
     batch = host_batch(documents())
