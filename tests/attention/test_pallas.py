@@ -77,7 +77,7 @@ def test_tiles_are_skipped_row_by_row():
     """One row has a document per tile, the other one document in all: neither visits what only the other needs."""
     documents = np.stack([np.repeat(np.arange(1, 9), 64), np.ones(512, np.int64)]).astype(np.int32)
     tokens = pallas.Tokens(jnp.arange(512).reshape(8, 64), pallas.Streams(documents.reshape(2, 8, 64).swapaxes(0, 1)))
-    _, count = pallas.partners(pallas.tile_mask(tokens, tokens, (None, 0)).swapaxes(1, 2))
+    _, count = pallas.partners(pallas.tile_mask(tokens, tokens, Mask().reach(512)).swapaxes(1, 2))
     np.testing.assert_array_equal(count, np.stack([np.ones(8), np.arange(1, 9)], 1))
 
 
