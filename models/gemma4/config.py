@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from cpjax.models.common.hf_config import mapping, plain, positive, read
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MOE = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
@@ -66,7 +68,7 @@ class TextConfig:
         if self.layer_types is None:
             types = tuple(SLIDING if (i + 1) % 6 else FULL for i in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", (*types[:-1], FULL))
-        _positive(self, "text_config", ("hidden_size_per_layer_input", "num_kv_shared_layers", "pad_token_id", *_MOE))
+        positive(self, "text_config", ("hidden_size_per_layer_input", "num_kv_shared_layers", "pad_token_id", *_MOE))
         unknown = sorted(set(self.types) - {SLIDING, FULL})
         if unknown or len(self.types) != self.num_hidden_layers or self.types[-1] != FULL:
             raise ValueError(
@@ -143,7 +145,7 @@ class VisionConfig:
     rope_theta: float = 100.0
 
     def __post_init__(self) -> None:
-        _positive(self, "vision_config")
+        positive(self, "vision_config")
         if self.head_dim % 4:
             raise ValueError(
                 f"vision_config.head_dim={self.head_dim} must be a multiple of 4: half of each head turns with the "
@@ -180,7 +182,7 @@ class AudioConfig:
     output_proj_dims: int = 1536
 
     def __post_init__(self) -> None:
-        _positive(self, "audio_config")
+        positive(self, "audio_config")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"audio_config.hidden_size={self.hidden_size} must be a multiple of 2 x num_attention_heads="
@@ -247,8 +249,8 @@ class Config:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
         if not source.get("vision_config"):
             raise ValueError("config.json has no vision_config: only Gemma 4 models with a vision tower are supported")
-        text, vision = dict(_mapping(source, "text_config")), dict(_mapping(source, "vision_config"))
-        audio = dict(_mapping(source, "audio_config"))
+        text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
+        audio = dict(mapping(source, "audio_config"))
         for where, part, key, needed in (
             ("text_config", text, "hidden_activation", "gelu_pytorch_tanh"),
             ("text_config", text, "attention_bias", False), ("text_config", text, "attention_dropout", 0),
@@ -261,11 +263,11 @@ class Config:
         text.update({name: text.get(name) or 0 for name in _MOE})
         _read_rope(text)
         _read_layers(text)
-        vision["rope_theta"] = _mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+        vision["rope_theta"] = mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
         return cls(
-            text=_read(TextConfig, text),
-            vision=_read(VisionConfig, vision),
-            audio=_read(AudioConfig, audio) if audio else None,
+            text=read(TextConfig, text),
+            vision=read(VisionConfig, vision),
+            audio=read(AudioConfig, audio) if audio else None,
             **{f.name: source[f.name] for f in dataclasses.fields(cls)[3:-1] if source.get(f.name) is not None},
             source=copy.deepcopy(dict(source)),
         )
@@ -274,7 +276,7 @@ class Config:
         """The content of config.json: what was read, verbatim, as long as no field was changed since."""
         if self.source and Config.from_dict(self.source) == self:
             return copy.deepcopy(dict(self.source))
-        text, vision = _plain(self.text), _plain(self.vision)
+        text, vision = plain(self.text), plain(self.vision)
         text["rope_parameters"] = {
             SLIDING: {"rope_type": "default", "rope_theta": text.pop("sliding_rope_theta")},
             FULL: {
@@ -301,7 +303,7 @@ class Config:
                 **vision,
             },
             "audio_config": self.audio
-            and {**old["audio_config"], "model_type": "gemma4_audio", "hidden_act": "silu", **_plain(self.audio)},
+            and {**old["audio_config"], "model_type": "gemma4_audio", "hidden_act": "silu", **plain(self.audio)},
         }  # fmt: skip
 
 
@@ -313,12 +315,12 @@ def _stack(first: int, types: tuple[str, ...]) -> Stack:
 
 def _read_rope(text: dict[str, Any]) -> None:
     """Moves `rope_parameters`, one set for each type of layer, into fields."""
-    rope = _mapping(text, "rope_parameters")
+    rope = mapping(text, "rope_parameters")
     for kind, needed, names in (
         (SLIDING, "default", {"rope_theta": "sliding_rope_theta"}),
         (FULL, "proportional", {"rope_theta": "full_rope_theta", "partial_rotary_factor": "partial_rotary_factor"}),
     ):
-        own = _mapping(rope, kind)
+        own = mapping(rope, kind)
         if own.get("rope_type", needed) != needed or own.get("factor", 1) != 1:
             raise ValueError(f"rope_parameters of {kind} are {dict(own)}: only rope_type {needed!r} is supported")
         text.update({field: own[name] for name, field in names.items() if name in own})
@@ -326,7 +328,7 @@ def _read_rope(text: dict[str, Any]) -> None:
 
 def _read_layers(text: dict[str, Any]) -> None:
     """Moves what full layers have of their own from `per_layer_config`, by number of the layer, into fields."""
-    own = _mapping(text, "per_layer_config")
+    own = mapping(text, "per_layer_config")
     if not own:
         return
     entries = [dict(entry) for entry in own.values()]
@@ -337,28 +339,3 @@ def _read_layers(text: dict[str, Any]) -> None:
         text[field] = entries[0].pop(name, None if field.startswith("num") else text.get("head_dim"))
     if entries[0]:
         raise ValueError(f"text_config.per_layer_config has {sorted(entries[0])}, which is not supported")
-
-
-def _mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = source.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key} in config.json is {value!r:.40}, not an object: copy or download the file again")
-    return value
-
-
-def _read(cls: Any, values: Mapping[str, Any]) -> Any:
-    """The dataclass from those values that it knows; lists become tuples, to be hashable."""
-    known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in known.items()})
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """A dataclass as JSON would hold it."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
-
-
-def _positive(config: Any, where: str, zero: tuple[str, ...] = ()) -> None:
-    for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), int(field.name not in zero)
-        if field.type == "int" and (not isinstance(value, int) or value < least):
-            raise ValueError(f"{where}.{field.name}={value!r} must be an integer >= {least}")

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cpjax.models.common.hf_config import mapping, plain, positive, read
 from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Rope, Stack, stack
 
 _DENSE_AT_FIRST = 3  # layers, where config.json does not say which are dense
@@ -44,7 +45,7 @@ class TextConfig:
     sliding_rope: Rope = dataclasses.field(default_factory=Rope)
 
     def __post_init__(self) -> None:
-        _positive(self, "text_config")
+        positive(self, "text_config", _MAY_BE_ZERO)
         count, ahead = self.num_hidden_layers, self.num_nextn_predict_layers
         defaults = {
             "num_sliding_attention_heads": self.num_attention_heads,
@@ -145,7 +146,7 @@ class VisionConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        _positive(self, "vision_config")
+        positive(self, "vision_config", _MAY_BE_ZERO)
         if self.hidden_size % (4 * self.num_attention_heads):
             raise ValueError(
                 f"vision_config.hidden_size={self.hidden_size} must be a multiple of 4 x num_attention_heads="
@@ -198,8 +199,8 @@ class Config:
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
         return cls(
-            text=_read(TextConfig, _text(dict(_mapping(source, "text_config")))),
-            vision=_read(VisionConfig, _vision(dict(_mapping(source, "vision_config")))),
+            text=read(TextConfig, _text(dict(mapping(source, "text_config")))),
+            vision=read(VisionConfig, _vision(dict(mapping(source, "vision_config")))),
             **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in source},
             source=copy.deepcopy(dict(source)),
         )
@@ -208,7 +209,7 @@ class Config:
         """The content of config.json: what was read, verbatim, as long as no field was changed since."""
         if self.source and Config.from_dict(self.source) == self:
             return copy.deepcopy(dict(self.source))
-        text, vision = _plain(self.text), _plain(self.vision)
+        text, vision = plain(self.text), plain(self.vision)
         count = self.text.num_hidden_layers
         heads = text["num_sliding_attention_heads"]
         text["per_layer_config"] = {
@@ -261,9 +262,9 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
             text[name], text[f"mtp_{name}"] = kinds[:count], kinds[count:]
 
     if text.get("num_sliding_attention_heads") is None:
-        text["num_sliding_attention_heads"] = _mapping(text, "attention_other_setting").get("num_attention_heads")
+        text["num_sliding_attention_heads"] = mapping(text, "attention_other_setting").get("num_attention_heads")
     heads = text["num_sliding_attention_heads"] or text.get("num_attention_heads", TextConfig.num_attention_heads)
-    for layer, other in _mapping(text, "per_layer_config").items():
+    for layer, other in mapping(text, "per_layer_config").items():
         if other != {"num_attention_heads": heads}:
             raise ValueError(
                 f"text_config.per_layer_config says {other} of layer {layer}: only num_attention_heads={heads}, that "
@@ -271,7 +272,7 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
             )
 
     kinds = text.get("layer_types") or [FULL] * count
-    by_type = _mapping(text, "rope_parameters")
+    by_type = mapping(text, "rope_parameters")
     for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")):
         if kind in by_type:
             rope = dict(by_type[kind])
@@ -279,7 +280,7 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
             rope = {"rope_theta": _of_layer(text.get("rope_theta"), kinds.index(kind))}
             rope["partial_rotary_factor"] = _of_layer(text.get("partial_rotary_factors"), kinds.index(kind))
             if kind == FULL:
-                rope |= _mapping(text, "rope_scaling")
+                rope |= mapping(text, "rope_scaling")
         else:
             continue
         text[name] = _rope(rope)
@@ -329,33 +330,8 @@ def _vision(vision: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"vision_config.{key}={vision[key]!r} is not supported: only {needed!r} is")
     size = vision.get("hidden_size", VisionConfig.hidden_size)
     vision["intermediate_size"] = int(size * vision.get("mlp_ratio", 8960 / 1536))
-    vision["rope_theta"] = _mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+    vision["rope_theta"] = mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
     return vision
-
-
-def _mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = source.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key} in config.json is {value!r:.40}, not an object: copy or download the file again")
-    return value
-
-
-def _read(cls: Any, values: Mapping[str, Any]) -> Any:
-    """The dataclass from those values that it knows; lists become tuples, to be hashable."""
-    known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in known.items()})
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """A dataclass as JSON would hold it."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
-
-
-def _positive(config: Any, where: str) -> None:
-    for field in dataclasses.fields(config):
-        value, least = getattr(config, field.name), int(field.name not in _MAY_BE_ZERO)
-        if field.type == "int" and (not isinstance(value, int) or value < least):
-            raise ValueError(f"{where}.{field.name}={value!r} must be an integer >= {least}")
 
 
 _MAY_BE_ZERO = ("pad_token_id", "num_nextn_predict_layers")

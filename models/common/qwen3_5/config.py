@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+from cpjax.models.common.hf_config import mapping, plain, positive, read
+
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -36,7 +38,7 @@ class TextConfig:
         if self.layer_types is None:
             types = tuple(LINEAR if (i + 1) % 4 else FULL for i in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", types)
-        _positive(self, "text_config")
+        positive(self, "text_config")
         unknown = sorted(set(self.types) - {LINEAR, FULL})
         if unknown or len(self.types) != self.num_hidden_layers:
             raise ValueError(
@@ -100,7 +102,7 @@ class VisionConfig:
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        _positive(self, "vision_config")
+        positive(self, "vision_config")
         if self.hidden_size % (4 * self.num_heads):
             raise ValueError(
                 f"vision_config.hidden_size={self.hidden_size} must be a multiple of 4 x num_heads={self.num_heads}: "
@@ -167,9 +169,9 @@ class Config:
         """
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
-        text, vision = dict(_mapping(source, "text_config")), dict(_mapping(source, "vision_config"))
+        text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
 
-        rope = {**text, **_mapping(text, "rope_scaling"), **_mapping(text, "rope_parameters")}
+        rope = {**text, **mapping(text, "rope_scaling"), **mapping(text, "rope_parameters")}
         if rope.get("rope_type", "default") != "default":
             raise ValueError(f"rope_type={rope['rope_type']!r} is not supported: only 'default' is")
         text.update({key: rope[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in rope})
@@ -181,7 +183,7 @@ class Config:
             layers = text.get("num_hidden_layers", cls.text_type.num_hidden_layers)
             text["layer_types"] = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
 
-        vision["rope_theta"] = _mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+        vision["rope_theta"] = mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
         for key in ("patch_size", "temporal_patch_size"):
             if isinstance(vision.get(key), list | tuple):
                 sides = set(vision[key])
@@ -189,8 +191,8 @@ class Config:
                     raise ValueError(f"vision_config.{key}={vision[key]} is not supported: patches must be square")
                 vision[key] = sides.pop()
         return cls(
-            text=_read(cls.text_type, text),
-            vision=_read(VisionConfig, vision),
+            text=read(cls.text_type, text),
+            vision=read(VisionConfig, vision),
             **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in source},
             source=copy.deepcopy(dict(source)),
         )
@@ -199,7 +201,7 @@ class Config:
         """The content of config.json: what was read, verbatim, as long as no field was changed since."""
         if self.source and self.from_dict(self.source) == self:
             return copy.deepcopy(dict(self.source))
-        text, vision = _plain(self.text), _plain(self.vision)
+        text, vision = plain(self.text), plain(self.vision)
         text["rope_parameters"] = {
             "rope_type": "default",
             "mrope_interleaved": True,
@@ -221,28 +223,3 @@ class Config:
                 "model_type": f"{self.model_type}_vision", **vision,
             },
         }  # fmt: skip
-
-
-def _mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = source.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key} in config.json is {value!r:.40}, not an object: copy or download the file again")
-    return value
-
-
-def _read(cls: Any, values: Mapping[str, Any]) -> Any:
-    """The dataclass from those values that it knows; lists become tuples, to be hashable."""
-    known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in known.items()})
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """A dataclass as JSON would hold it."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
-
-
-def _positive(config: Any, where: str) -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.type == "int" and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{where}.{field.name}={value!r} must be an integer >= 1")
