@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cpjax.models.common.sharding import gather_layer
+from cpjax.shard import Sharder
 
 Module = TypeVar("Module", bound=nnx.Module)
 Hidden = TypeVar("Hidden")
@@ -188,3 +189,14 @@ def scan_layers(layers: Any, hidden: Hidden, *args: Any, each: Any = (), remat: 
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
         body = jax.checkpoint(body, policy=policy)
     return jax.lax.scan(body, hidden, (stacked, each))[0]
+
+
+def splice(hidden: jax.Array, features: jax.Array, index: jax.Array, sharder: Sharder) -> jax.Array:
+    """Features [rows, N, E] in place of the tokens of hidden [B, T, E] whose `index` [B, T] is not -1."""
+    if sharder.rows > 1:
+        row = sharder.sources() // (sharder.length // sharder.rows)
+        index = jnp.where(index < 0, -1, index + row * features.shape[1])
+        features = features.reshape(1, -1, features.shape[2])
+    index = index[..., None]
+    spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
+    return jnp.where(index >= 0, spliced, hidden)

@@ -23,6 +23,7 @@ from cpjax.models.common.layers import (
     rms_norm,
     rope_frequencies,
     scan_layers,
+    splice,
     stack_layers,
 )
 from cpjax.models.gemma4.audio import Audio
@@ -320,10 +321,10 @@ class Gemma4(nnx.Module):
         hidden = self.embed_text(batch["input_ids"], dtype)
         if "pixel_values" in batch:
             features = self.visual(batch, hidden.dtype, remat, kernel)
-            hidden = _splice(hidden, features, batch["vision_index"], sharder)
+            hidden = splice(hidden, features, batch["vision_index"], sharder)
         if "audio_features" in batch:
             features = self.audio(batch, hidden.dtype, remat)
-            hidden = _splice(hidden, features, batch["audio_index"], sharder)
+            hidden = splice(hidden, features, batch["audio_index"], sharder)
         return sharder.take_local(hidden)
 
     def embed_text(self, ids: jax.Array, dtype: Any = None) -> jax.Array:
@@ -403,14 +404,3 @@ def by_group(inputs: jax.Array | None, stack: Stack) -> tuple[jax.Array, ...]:
     period = len(stack.pattern)
     own = inputs[:, :, stack.first : stack.first + stack.groups * period]
     return (jnp.moveaxis(own.reshape(*own.shape[:2], stack.groups, period, -1), 2, 0),)
-
-
-def _splice(hidden: jax.Array, features: jax.Array, index: jax.Array, sharder: Sharder) -> jax.Array:
-    """Features [rows, N, E] in place of the tokens of hidden [B, T, E] whose `index` [B, T] is not -1."""
-    if sharder.rows > 1:
-        row = sharder.sources() // (sharder.length // sharder.rows)
-        index = jnp.where(index < 0, -1, index + row * features.shape[1])
-        features = features.reshape(1, -1, features.shape[2])
-    index = index[..., None]
-    spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
-    return jnp.where(index >= 0, spliced, hidden)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cpjax.models.common.rows import block_order, count_in_documents, keep_counting, room, stack, text_streams
 from cpjax.models.gemma4.config import Config, VisionConfig
 from cpjax.shard import IGNORE, Stream
 
@@ -95,15 +96,7 @@ def prepare(
             grid or the table of positions, ids outside the vocabulary, streams of different length, or a row longer
             than `length` or `num_patches`.
     """  # noqa: E501
-    lengths = [len(row.input_ids) for row in rows]
-    if not lengths or not min(lengths):
-        raise ValueError(f"rows of lengths {lengths} were given: there must be at least one row, and none empty")
-    counts = [sum(len(media.patches) for media in row.media) for row in rows]
-    size = _room(length, max(lengths), "length", "tokens")
-    patches = _room(num_patches, max(counts), "num_patches", "patches")
-    if patches % config.vision.pooling_kernel_size**2:
-        raise ValueError(f"num_patches={patches} must be a multiple of {config.vision.pooling_kernel_size**2}")
-
+    size, patches = room(rows, length, num_patches, config.vision.pooling_kernel_size**2)
     batch = [_row(config, row, number) for number, row in enumerate(rows)]
     fills = {"input_ids": config.text.pad_token_id, "labels": IGNORE, "padding_mask": True, "document_ids": 0}
     frames = max((len(sound) for row in rows for sound in row.sounds), default=0)
@@ -115,55 +108,20 @@ def prepare(
         fills["vision_index"] = -1
         if config.text.use_bidirectional_attention == "vision":
             fills["vision_group_ids"] = -1
-    out = {key: _stack([row[key] for row in batch], size, fill) for key, fill in fills.items()}
-    out["position_ids"] = np.stack([_continue(row["position_ids"], size) for row in batch])
+    out = {key: stack([row[key] for row in batch], size, fill) for key, fill in fills.items()}
+    out["position_ids"] = np.stack([keep_counting(row["position_ids"], size) for row in batch])
     if patches:
         for key in ("pixel_values", "vision_segment_ids", "vision_positions"):
-            out[key] = _stack([row[key] for row in batch], patches, 0)
+            out[key] = stack([row[key] for row in batch], patches, 0)
     if frames:
         out |= _audio(rows, frames)
     return out
 
 
-def _room(given: int | None, needed: int, name: str, what: str) -> int:
-    if given is not None and given < needed:
-        raise ValueError(f"{name}={given} was given, but a row has {needed} {what}: raise it or shorten the row")
-    return needed if given is None else given
-
-
-def _stack(arrays: Sequence[np.ndarray], size: int, fill: Any) -> np.ndarray:
-    """Pads the first axis of each to `size` and stacks them."""
-    return np.stack([np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1), constant_values=fill) for a in arrays])
-
-
-def _continue(positions: np.ndarray, size: int) -> np.ndarray:
-    """Positions [s] padded to [size]: they keep counting."""
-    return np.concatenate([positions, positions[-1] + np.arange(1, size - len(positions) + 1)]).astype(np.int32)
-
-
 def _row(config: Config, row: Row, number: int) -> dict[str, np.ndarray]:
     """All streams of one row, unpadded."""
-    ids = np.asarray(row.input_ids, np.int32)
-    documents = np.ones_like(ids) if row.document_ids is None else np.asarray(row.document_ids, np.int32)
-    labels = np.full_like(ids, IGNORE) if row.labels is None else np.asarray(row.labels, np.int32)
-    if ids.ndim != 1 or documents.shape != ids.shape or labels.shape != ids.shape:
-        raise ValueError(
-            f"row {number} has input_ids of shape {ids.shape}, labels {labels.shape} and document_ids "
-            f"{documents.shape}: all must be [S]"
-        )
-    for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE])):
-        outside = values[(values < 0) | (values >= config.text.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"row {number} has the value {outside[0]} in {name}: the vocabulary ends at "
-                f"{config.text.vocab_size - 1}"
-            )
-    starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
-    if documents.min() < 1 or len(np.unique(documents)) != len(starts):
-        raise ValueError(f"document_ids of row {number} must be 1-based, and each document one run of tokens")
-
-    targets = np.append(labels[1:], IGNORE)
-    targets[starts[1:] - 1] = IGNORE  # a document does not predict the next one
+    streams, starts = text_streams(row, config.text.vocab_size, number)
+    ids, documents = streams["input_ids"], streams["document_ids"]
     token_of = {"image": config.image_token_id, "video": config.video_token_id}
     pool = config.vision.pooling_kernel_size
     runs = [
@@ -179,11 +137,8 @@ def _row(config: Config, row: Row, number: int) -> dict[str, np.ndarray]:
     _check_runs(ids, documents, audio, runs, f"row {number} has {len(runs)} sounds")
     begins = vision & ~np.concatenate([[False], vision[:-1]])
     return {
-        "input_ids": ids,
-        "labels": targets.astype(np.int32),
-        "padding_mask": np.zeros(ids.shape, bool),
-        "document_ids": documents,
-        "position_ids": np.arange(len(ids)) - np.repeat(starts, np.diff([*starts, len(ids)])),
+        **streams,
+        "position_ids": count_in_documents(starts, len(ids)),
         "vision_index": np.where(vision, np.cumsum(vision) - 1, -1).astype(np.int32),
         "vision_group_ids": np.where(vision, np.cumsum(begins) - 1, -1).astype(np.int32),
         "audio_index": np.where(audio, np.cumsum(audio) - 1, -1),
@@ -262,20 +217,13 @@ def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[s
             )
         pixels.append(item.patches)
         segments.append(frame + 1 + np.repeat(np.arange(time), height * width))
-        positions.append(np.tile(_pool_order(height, width, pool)[:, ::-1], (time, 1)))
+        positions.append(np.tile(block_order(height, width, pool)[:, ::-1], (time, 1)))
         frame += time
     return {
         "pixel_values": np.concatenate(pixels).astype(np.float32),
         "vision_segment_ids": np.concatenate(segments).astype(np.int32),
         "vision_positions": np.concatenate(positions).astype(np.int32),
     }
-
-
-def _pool_order(height: int, width: int, pool: int) -> np.ndarray:
-    """Row and column of each patch of a frame, the pool x pool blocks one after another: [h w, 2]."""
-    grid = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), axis=-1)
-    blocks = grid.reshape(height // pool, pool, width // pool, pool, 2)
-    return blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
 def patchify(config: VisionConfig, pixels: np.ndarray) -> Media:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cpjax.models.common.rows import bilinear, count_in_documents, keep_counting, room, stack, text_streams
 from cpjax.models.step3p7.config import Config, VisionConfig
 from cpjax.shard import IGNORE, Stream
 
@@ -86,77 +87,34 @@ def prepare(
         ValueError: placeholders that don't fit the media (number or run length), patches that don't fit their grid, ids
             outside the vocabulary, streams of different length, or a row longer than `length` or `num_patches`.
     """
-    lengths = [len(row.input_ids) for row in rows]
-    if not lengths or not min(lengths):
-        raise ValueError(f"rows of lengths {lengths} were given: there must be at least one row, and none empty")
-    counts = [sum(len(media.patches) for media in row.media) for row in rows]
-    size = _room(length, max(lengths), "length", "tokens")
-    patches, unit = _room(num_patches, max(counts), "num_patches", "patches"), config.vision.spatial_merge_size**2
-    if patches % unit:
-        raise ValueError(f"num_patches={patches} must be a multiple of {unit}")
-
+    unit = config.vision.spatial_merge_size**2
+    size, patches = room(rows, length, num_patches, unit)
     batch = [_row(config, row, number) for number, row in enumerate(rows)]
     fills = {
         "input_ids": config.text.pad_token_id, "labels": IGNORE, "padding_mask": True, "document_ids": 0,
         "vision_index": -1,
     }  # fmt: skip
-    out = {key: _stack([row[key] for row in batch], size, fill) for key, fill in fills.items()}
-    positions = [row["position_ids"] for row in batch]
-    rest = [p[-1] + np.arange(1, size - len(p) + 1) for p in positions]
-    out["position_ids"] = np.stack([np.append(*both) for both in zip(positions, rest, strict=True)]).astype(np.int32)
+    out = {key: stack([row[key] for row in batch], size, fill) for key, fill in fills.items()}
+    out["position_ids"] = np.stack([keep_counting(row["position_ids"], size) for row in batch])
     if not patches:
         del out["vision_index"]
         return out
     for key in STREAMS.keys() - {"vision_index"}:
-        room = patches // {"vision_windows1": 4, "vision_windows2": unit}.get(key, 1)
-        out[key] = _stack([row[key] for row in batch], room, -1 if "windows" in key else 0)
+        entries = patches // {"vision_windows1": 4, "vision_windows2": unit}.get(key, 1)
+        out[key] = stack([row[key] for row in batch], entries, -1 if "windows" in key else 0)
     return out
-
-
-def _room(given: int | None, needed: int, name: str, what: str) -> int:
-    if given is not None and given < needed:
-        raise ValueError(f"{name}={given} was given, but a row has {needed} {what}: raise it or shorten the row")
-    return needed if given is None else given
-
-
-def _stack(arrays: Sequence[np.ndarray], size: int, fill: Any) -> np.ndarray:
-    """Pads the first axis of each to `size` and stacks them."""
-    return np.stack([np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1), constant_values=fill) for a in arrays])
 
 
 def _row(config: Config, row: Row, number: int) -> dict[str, np.ndarray]:
     """All streams of one row, unpadded."""
-    ids = np.asarray(row.input_ids, np.int32)
-    documents = np.ones_like(ids) if row.document_ids is None else np.asarray(row.document_ids, np.int32)
-    labels = np.full_like(ids, IGNORE) if row.labels is None else np.asarray(row.labels, np.int32)
-    if ids.ndim != 1 or documents.shape != ids.shape or labels.shape != ids.shape:
-        raise ValueError(
-            f"row {number} has input_ids of shape {ids.shape}, labels {labels.shape} and document_ids "
-            f"{documents.shape}: all must be [S]"
-        )
-    for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE])):
-        outside = values[(values < 0) | (values >= config.text.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"row {number} has the value {outside[0]} in {name}: the vocabulary ends at "
-                f"{config.text.vocab_size - 1}"
-            )
-    starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
-    if documents.min() < 1 or len(np.unique(documents)) != len(starts):
-        raise ValueError(f"document_ids of row {number} must be 1-based, and each document one run of tokens")
-
-    targets = np.append(labels[1:], IGNORE)
-    targets[starts[1:] - 1] = IGNORE  # a document does not predict the next one
+    streams, starts = text_streams(row, config.text.vocab_size, number)
+    ids = streams["input_ids"]
     vision = _vision(config.vision, row.media, number)
     placeholder = ids == config.image_token_id
-    _check_placeholders(config, placeholder, documents, row.media, number)
-    place = np.arange(len(ids))
+    _check_placeholders(config, placeholder, streams["document_ids"], row.media, number)
     return {
-        "input_ids": ids,
-        "labels": targets.astype(np.int32),
-        "padding_mask": np.zeros(ids.shape, bool),
-        "document_ids": documents,
-        "position_ids": place - starts[np.searchsorted(starts, place, side="right") - 1],
+        **streams,
+        "position_ids": count_in_documents(starts, len(ids)),
         "vision_index": np.where(placeholder, np.cumsum(placeholder) - 1, -1).astype(np.int32),
         **vision,
     }
@@ -206,7 +164,9 @@ def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[s
         pixels.append(item.patches)
         for height, width in item.grid:
             coordinates = np.stack(np.divmod(np.arange(height * width), width), axis=-1)
-            index, weight = _bilinear(coordinates, (height, width), config.table_side)
+            # the border of the table lies on the border of the grid
+            source = (coordinates + 0.5) * config.table_side / np.array([height, width]) - 0.5
+            index, weight = bilinear(np.maximum(source, 0), config.table_side)
             done = sum(map(len, segments))
             segments.append(np.full(height * width, len(segments)))
             positions.append(coordinates)
@@ -224,17 +184,6 @@ def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[s
         "vision_windows1": np.concatenate(windows[0]).astype(np.int32),
         "vision_windows2": np.concatenate(windows[1]).astype(np.int32),
     }
-
-
-def _bilinear(coordinates: np.ndarray, size: tuple[int, int], side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Corners and weights that stretch a side x side table over the grid, border on border."""
-    source = np.maximum((coordinates + 0.5) * side / np.asarray(size) - 0.5, 0)
-    low = np.minimum(np.floor(source).astype(int), side - 1)
-    taps = np.stack([low, np.minimum(low + 1, side - 1)], axis=-1)  # [n, axis, 2]
-    share = np.stack([1 - (source - low), source - low], axis=-1)
-    index = taps[:, 0, :, None] * side + taps[:, 1, None, :]
-    weight = share[:, 0, :, None] * share[:, 1, None, :]
-    return index.reshape(-1, 4), weight.reshape(-1, 4)
 
 
 def _windows(height: int, width: int, start: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from cpjax.models.common.layers import (
     apply_rope,
     rope_frequencies,
     scan_layers,
+    splice,
     stack_layers,
 )
 from cpjax.models.common.qwen3_5.config import LINEAR, TextConfig
@@ -326,14 +327,7 @@ class VisionLanguageModel(nnx.Module):
         hidden = table[batch["input_ids"]].astype(dtype or table.dtype)
         if "pixel_values" in batch:
             features = self.visual(batch, hidden.dtype, remat, kernel)
-            index = batch["vision_index"]
-            if sharder.rows > 1:
-                row = sharder.sources() // (sharder.length // sharder.rows)
-                index = jnp.where(index < 0, -1, index + row * features.shape[1])
-                features = features.reshape(1, -1, features.shape[2])
-            index = index[..., None]
-            spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
-            hidden = jnp.where(index >= 0, spliced, hidden)
+            hidden = splice(hidden, features, batch["vision_index"], sharder)
         return sharder.take_local(hidden)
 
     def local(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cpjax.models.common.qwen3_5.config import Config, VisionConfig
+from cpjax.models.common.rows import bilinear, block_order, keep_counting, room, stack, text_streams
 from cpjax.shard import IGNORE, Stream
 
 STREAMS: Mapping[str, Stream] = {
@@ -83,77 +84,29 @@ def prepare(
             grid, ids outside the vocabulary, streams of different length, or a row longer than `length` or
             `num_patches`.
     """
-    lengths = [len(row.input_ids) for row in rows]
-    if not lengths or not min(lengths):
-        raise ValueError(f"rows of lengths {lengths} were given: there must be at least one row, and none empty")
-    counts = [sum(len(media.patches) for media in row.media) for row in rows]
-    size = _room(length, max(lengths), "length", "tokens")
-    patches = _room(num_patches, max(counts), "num_patches", "patches")
-    if patches % config.vision.spatial_merge_size**2:
-        raise ValueError(f"num_patches={patches} must be a multiple of {config.vision.spatial_merge_size**2}")
-
+    size, patches = room(rows, length, num_patches, config.vision.spatial_merge_size**2)
     batch = [_row(config, row, number) for number, row in enumerate(rows)]
     fills = {
         "input_ids": config.text.pad_token_id or 0, "labels": IGNORE, "padding_mask": True, "document_ids": 0,
         "vision_index": -1,
     }  # fmt: skip
-    out = {key: _stack([row[key] for row in batch], size, fill) for key, fill in fills.items()}
-    out["position_ids"] = np.stack([_continue(row["position_ids"], size) for row in batch], axis=1)
+    out = {key: stack([row[key] for row in batch], size, fill) for key, fill in fills.items()}
+    out["position_ids"] = np.stack([keep_counting(row["position_ids"], size) for row in batch], axis=1)
     if not patches:
         del out["vision_index"]
         return out
     for key in STREAMS.keys() - {"vision_index"}:
-        out[key] = _stack([row[key] for row in batch], patches, 0)
+        out[key] = stack([row[key] for row in batch], patches, 0)
     return out
-
-
-def _room(given: int | None, needed: int, name: str, what: str) -> int:
-    if given is not None and given < needed:
-        raise ValueError(f"{name}={given} was given, but a row has {needed} {what}: raise it or shorten the row")
-    return needed if given is None else given
-
-
-def _stack(arrays: Sequence[np.ndarray], size: int, fill: Any) -> np.ndarray:
-    """Pads the first axis of each to `size` and stacks them."""
-    return np.stack([np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1), constant_values=fill) for a in arrays])
-
-
-def _continue(positions: np.ndarray, size: int) -> np.ndarray:
-    """Positions [3, s] padded to [3, size]: every axis keeps counting."""
-    return np.concatenate([positions, positions[:, -1:] + np.arange(1, size - positions.shape[1] + 1)], axis=1).astype(
-        np.int32
-    )
 
 
 def _row(config: Config, row: Row, number: int) -> dict[str, np.ndarray]:
     """All streams of one row, unpadded."""
-    ids = np.asarray(row.input_ids, np.int32)
-    documents = np.ones_like(ids) if row.document_ids is None else np.asarray(row.document_ids, np.int32)
-    labels = np.full_like(ids, IGNORE) if row.labels is None else np.asarray(row.labels, np.int32)
-    if ids.ndim != 1 or documents.shape != ids.shape or labels.shape != ids.shape:
-        raise ValueError(
-            f"row {number} has input_ids of shape {ids.shape}, labels {labels.shape} and document_ids "
-            f"{documents.shape}: all must be [S]"
-        )
-    for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORE])):
-        outside = values[(values < 0) | (values >= config.text.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"row {number} has the value {outside[0]} in {name}: the vocabulary ends at "
-                f"{config.text.vocab_size - 1}"
-            )
-    starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))
-    if documents.min() < 1 or len(np.unique(documents)) != len(starts):
-        raise ValueError(f"document_ids of row {number} must be 1-based, and each document one run of tokens")
-
-    targets = np.append(labels[1:], IGNORE)
-    targets[starts[1:] - 1] = IGNORE  # a document does not predict the next one
+    streams, starts = text_streams(row, config.text.vocab_size, number)
+    ids = streams["input_ids"]
     placeholder = (ids == config.image_token_id) | (ids == config.video_token_id)
     return {
-        "input_ids": ids,
-        "labels": targets.astype(np.int32),
-        "padding_mask": np.zeros(ids.shape, bool),
-        "document_ids": documents,
+        **streams,
         "position_ids": mrope_positions(config, ids, row.media, starts.tolist(), where=f"row {number}"),
         "vision_index": np.where(placeholder, np.cumsum(placeholder) - 1, -1).astype(np.int32),
         **_vision(config.vision, row.media, number),
@@ -231,8 +184,10 @@ def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[s
                 f"row {number} has patches of shape {item.patches.shape} for the grid {item.grid}: it must be "
                 f"{(time * height * width, config.patch_dim)}"
             )
-        coordinates = np.tile(_merge_order(height, width, merge), (time, 1))
-        index, weight = _bilinear(coordinates, (height, width), config.table_side)
+        coordinates = np.tile(block_order(height, width, merge), (time, 1))
+        # the corners of the table lie on the corners of the grid
+        source = coordinates * (config.table_side - 1) / np.maximum(np.array([height, width]) - 1, 1)
+        index, weight = bilinear(source, config.table_side)
         pixels.append(item.patches)
         segments.append(frame + 1 + np.repeat(np.arange(time), height * width))
         positions.append(coordinates)
@@ -246,24 +201,6 @@ def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[s
         "vision_table_indices": np.concatenate(indices).astype(np.int32),
         "vision_table_weights": np.concatenate(weights).astype(np.float32),
     }
-
-
-def _merge_order(height: int, width: int, merge: int) -> np.ndarray:
-    """Row and column of each patch of a frame, the merge x merge blocks one after another: [h w, 2]."""
-    grid = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), axis=-1)
-    blocks = grid.reshape(height // merge, merge, width // merge, merge, 2)
-    return blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
-
-
-def _bilinear(coordinates: np.ndarray, size: tuple[int, int], side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Corners and weights that stretch a side x side table over the grid, its corners on the grid's corners."""
-    source = coordinates * (side - 1) / np.maximum(np.asarray(size) - 1, 1)
-    low = np.floor(source).astype(int)
-    taps = np.stack([low, np.minimum(low + 1, side - 1)], axis=-1)  # [n, axis, 2]
-    share = np.stack([1 - (source - low), source - low], axis=-1)
-    index = taps[:, 0, :, None] * side + taps[:, 1, None, :]
-    weight = share[:, 0, :, None] * share[:, 1, None, :]
-    return index.reshape(-1, 4), weight.reshape(-1, 4)
 
 
 def patchify(config: VisionConfig, pixels: np.ndarray) -> Media:
