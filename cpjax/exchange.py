@@ -8,6 +8,8 @@ automatic axis has more than one device, both are made of permutes, which send t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,36 @@ def all_to_all(x: jax.Array, axis_name: str, size: int) -> jax.Array:
             block = lax.ppermute(block, axis_name, pairs)
         out = lax.dynamic_update_index_in_dim(out, block, (member - step) % members, 0)
     return out
+
+
+def go_round(work: Callable[[Any], tuple[Any, Any]], chunk: Any, axis_name: str, size: int, members: int) -> Any:
+    """Passes every rank's chunk round a group of ranks, each of which adds something to a sum that travels with it.
+
+    A group is the ranks at a distance of `size` / `members` and its multiples: several groups, interleaved.
+
+    Args:
+        work: chunk -> (what this rank adds to the chunk's sum, what it adds to a sum of its own).
+        chunk: tree of arrays.
+        size: number of ranks, a multiple of the members, which are at least two.
+
+    Returns:
+        The sum of this rank's chunk, and the rank's own.
+    """
+
+    def on(tree: Any) -> Any:
+        return jax.tree.map(lambda x: permute(x, axis_name, size, size // members), tree)
+
+    def hop(_: jax.Array, carry: Any) -> Any:
+        chunk, total, own = carry
+        # Both start before this hop's work, which hides them: that is why the sum sent is that of the hop before, and
+        # why one chunk too many is sent (to leave it out costs a third copy of the work).
+        arrived, following = on(total), chunk if members == 2 else on(chunk)
+        made, mine = work(chunk)
+        return following, jax.tree.map(jnp.add, arrived, made), jax.tree.map(jnp.add, own, mine)
+
+    following = on(chunk)
+    _, total, own = lax.fori_loop(1, members, hop, (following, *work(chunk)))
+    return on(total), own
 
 
 def _like(x: jax.Array, blocks: int) -> jax.Array:

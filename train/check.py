@@ -17,7 +17,8 @@ from rich.console import Console
 from cpjax.mesh import AXES, make_mesh
 from cpjax.models import family
 from cpjax.models.common.checkpoint import Weight
-from cpjax.models.common.sharding import tree_shardings
+from cpjax.models.common.experts import share_experts
+from cpjax.models.common.sharding import check_ep, tree_shardings
 from cpjax.shard import IGNORE, layout_from_name
 from cpjax.train.config import Config, LoraConfig
 from cpjax.train.lora import add_adapters, weight_table
@@ -54,14 +55,15 @@ def check(config: Config) -> int:
     say = Console(highlight=False, soft_wrap=True).print
     model_config = read_model_config(config)
     check_synthetic(model_config, "--check")
+    check_ep(model_config, config.mesh.ep, config.mesh.cp, "the model")
     small = family(model_config.model_type).reduced(model_config)
     rows = make_rows(config, small)
     axes = {name: getattr(config.mesh, name) for name in AXES}
-    mesh = " x ".join(f"{name} {size}" for name, size in axes.items())
     what = f"LoRA of rank {config.lora.rank} on " if config.lora.rank else ""
     say(f"checks      {what}a small {type(model_config).__module__.split('.')[-2]} in float32: {len(rows)} synthetic "
         f"rows of up to {len(rows[0].input_ids)} tokens")  # fmt: skip
-    say(f"mesh        {mesh}, {config.mesh.layout} layout, {config.mesh.transport} transport, against one device")
+    say(f"mesh        {config.mesh.words}, {config.mesh.layout} layout, {config.mesh.transport} transport, against one "
+        "device")  # fmt: skip
     with jax.default_matmul_precision("highest"):
         wanted_loss, wanted = gradients(config, small, rows, dict.fromkeys(AXES, 1), accumulate=1)
         loss, found = gradients(config, small, rows, axes, accumulate=config.run.accumulate)
@@ -110,10 +112,10 @@ def gradients(
     layout = layout_from_name(config.mesh.layout, mesh.shape["cp"])
     patches = sum(len(media.patches) for media in rows[0].media)
     batch, sharder = host_batch(small, rows, layout, len(rows[0].input_ids), patches)
-    table, graphdef, params, frozen = random_model(config.lora, small, seed=0)
+    table, graphdef, params, frozen = random_model(config.lora, small, config.mesh.ep, seed=0)
     teacher = None
     if config.distill.teacher:
-        _, structure, arrays, buffers = random_model(LoraConfig(), small, seed=1)
+        _, structure, arrays, buffers = random_model(LoraConfig(), small, config.mesh.ep, seed=1)
         arrays = jax.device_put(arrays | buffers, tree_shardings(mesh, arrays | buffers))
         teacher = Teacher(arrays, structure, config.distill.ratio, config.distill.temperature)
     step = make_train_step(
@@ -124,9 +126,10 @@ def gradients(
     return float(metrics["loss"]), named_in_order(state.opt_state, table)
 
 
-def random_model(lora: LoraConfig, small: Any, seed: int) -> tuple[list[Weight], nnx.GraphDef, Arrays, Arrays]:
+def random_model(lora: LoraConfig, small: Any, ep: int, seed: int) -> tuple[list[Weight], nnx.GraphDef, Arrays, Arrays]:
     """A fresh model, adapters included, moved away from its zeros and symmetries; its table, structure and arrays."""
     model = family(small.model_type).Model(small, rngs=nnx.Rngs(seed))
+    share_experts(model, ep)
     if lora.rank:
         add_adapters(model, lora, seed)
     graphdef, params, frozen = split_model(model)

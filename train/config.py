@@ -85,6 +85,9 @@ class MeshConfig:
     tp: int = 1
     """Parts that the heads and hidden features of every layer are split into, in devices; it must divide their numbers.
     It sends the most of all: for devices that share a fast link, and models whose layers do not fit otherwise."""
+    ep: int = 1
+    """Parts that the experts of every layer are split into, over the devices of cp, which it must divide: a device
+    gathers 1/ep of them, and tokens travel instead. It takes no devices of its own."""
     layout: Literal["zigzag", "contiguous", "striped", "packed"] = "zigzag"
     """Which tokens a device owns: zigzag balances causal attention over a row; packed over every document by itself,
     all in one row, so that dp and fsdp must be 1; striped deals tokens out in turn; contiguous is one run. Under packed
@@ -94,6 +97,12 @@ class MeshConfig:
     must divide), or both; auto takes the least expensive one."""
     kernel: Literal["auto", "xla", "pallas"] = "auto"
     """What computes attention: auto takes the Pallas kernels on GPUs, and plain XLA elsewhere."""
+
+    @property
+    def words(self) -> str:
+        """The sizes of its axes, and the parts of the experts."""
+        experts = f", experts in {self.ep} parts" if self.ep > 1 else ""
+        return f"dp {self.dp} x fsdp {self.fsdp} x cp {self.cp} x tp {self.tp}{experts}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +148,8 @@ class OptimizerConfig:
     ahead: float = 0.1
     """Weight of the mean loss of the heads that predict tokens further ahead, where a model has some; 0 leaves them as
     they are."""
+    balance: float | None = None
+    """Weight of the routers' balance loss, where a model has one; none given: as the model's config.json says."""
     groups: list[ParameterGroup] = dataclasses.field(default_factory=list)
     """Parameters with a rate or decay of their own, for instance [{pattern: visual, lr_scale: 0.1}]; of several groups
     that match, the first counts. Each has a pattern, searched as those of freeze are, lr_scale and weight_decay."""
@@ -271,8 +282,8 @@ class Config:
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
-        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "run.steps", "run.batch_size", "run.accumulate",
-                     "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
+        for name in ("mesh.dp", "mesh.fsdp", "mesh.cp", "mesh.tp", "mesh.ep", "run.steps", "run.batch_size",
+                     "run.accumulate", "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
                      "run.keep", "plan.hosts"):  # fmt: skip
             self._check(name, self._get(name) >= 1, "at least 1")
         for name in (
@@ -284,6 +295,7 @@ class Config:
             "lora.rank",
         ):
             self._check(name, self._get(name) >= 0, "0 or more")
+        self._check("optimizer.balance", (self.optimizer.balance or 0) >= 0, "0 or more")
         for name in ("optimizer.lr", "lora.alpha", "distill.temperature"):
             self._check(name, self._get(name) > 0, "above 0")
         for name in ("optimizer.momentum", "optimizer.ema", "lora.dropout"):
@@ -291,6 +303,7 @@ class Config:
         for name in ("optimizer.decay", "optimizer.final", "distill.ratio"):
             self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")
         self._check("optimizer.betas", all(0 <= beta < 1 for beta in self.optimizer.betas), "two numbers in [0, 1)")
+        self._check("mesh.ep", self.mesh.cp % self.mesh.ep == 0, f"a divisor of mesh.cp, which is {self.mesh.cp}")
         rows = self.mesh.dp * self.mesh.fsdp * self.run.accumulate
         self._check(
             "mesh.layout",
@@ -401,12 +414,12 @@ def parse_config(arguments: Sequence[str]) -> Config:
             raise ValueError(
                 f"section {field.name} is {parsed[field.name]!r}: it must hold options by name, as --help lists them"
             )
-        values = vars(parsed[field.name])
-        if empty := [name for name, value in values.items() if value is None]:
+        values, options = vars(parsed[field.name]), field.default_factory
+        if empty := [name for name, value in values.items() if value is None and getattr(options, name, 0) is not None]:
             raise ValueError(f"--{field.name}.{empty[0]} has no value: give one, or drop it to have the default")
         if field.name == "optimizer":
             values["groups"] = [ParameterGroup(**vars(group)) for group in values["groups"]]
-        sections[field.name] = field.default_factory(**values)  # type: ignore
+        sections[field.name] = options(**values)  # type: ignore
     return Config(**sections)
 
 
@@ -461,6 +474,7 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
         hint = f"did you mean {close[0]}?" if close else "--help lists all options"
         return f"unknown option {name}: {hint}"
     message = re.sub(r"Parser key \"(\S+)\":", r"bad value for --\1:", message)
+    message = re.sub(r"Does not validate .*?(Expected an? <class '\w+'>).*Given value:", r"\1. Got value:", message)
     message = re.sub(r"Expected an? (?:<class '(\w+)'>|(\S.*?))\. Got value: ?", _expected, message)
     return message[:400]
 

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from cpjax.models import family, from_pretrained
 from cpjax.models.common.checkpoint import CONFIG, read_json
-from cpjax.models.common.sharding import check_tp
+from cpjax.models.common.experts import share_experts
+from cpjax.models.common.sharding import check_ep, check_tp
 from cpjax.train.config import Config
 from cpjax.train.data.encode import read_tokenizer
 from cpjax.train.step import Teacher, place_arrays, split_model
@@ -44,7 +45,9 @@ def load_teacher(config: Config, student: Any, mesh: Mesh) -> Teacher:
     if config.model.path:
         _check_tokenizers(pathlib.Path(folder), pathlib.Path(config.model.path))
     check_tp(own_config, config.mesh.tp, f"--distill.teacher {folder}")
+    check_ep(own_config, config.mesh.ep, config.mesh.cp, f"--distill.teacher {folder}")
     model = from_pretrained(folder, mesh=mesh)
+    share_experts(model, config.mesh.ep)
     dtype = model.embed_tokens[...].dtype.name
     on_cpu, transport = mesh.devices.flat[0].platform == "cpu", config.mesh.transport
     if on_cpu and dtype == "bfloat16" and config.mesh.cp > 1 and transport != "ring":

@@ -24,7 +24,8 @@ from rich.console import Console
 from cpjax import __version__
 from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained, save_pretrained
-from cpjax.models.common.sharding import check_tp
+from cpjax.models.common.experts import share_experts
+from cpjax.models.common.sharding import check_ep, check_tp
 from cpjax.shard import layout_from_name
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, shapes_of
 from cpjax.train.config import Config
@@ -80,6 +81,12 @@ def train(config: Config, devices: str) -> int:
     with together():
         task = open_task(config, layout)
         check_tp(task.model_config, config.mesh.tp, "the model")
+        check_ep(task.model_config, config.mesh.ep, config.mesh.cp, "the model")
+        if config.optimizer.balance and not hasattr(family(task.model_config.model_type).Model, "router_loss"):
+            raise ValueError(
+                f"--optimizer.balance is {config.optimizer.balance}, but {task.model_config.model_type} models have no "
+                "balance loss: drop it"
+            )
         graphdef, state, optimizer, names = prepare(config, task.model_config, mesh)
     teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
     name = class_name(task.model_config)
@@ -94,7 +101,15 @@ def train(config: Config, devices: str) -> int:
         "remat": config.model.remat,
     }
     train_step = make_train_step(
-        graphdef, optimizer, schedule, mesh, accumulate=run.accumulate, ema=config.optimizer.ema, ahead=ahead, **forward
+        graphdef,
+        optimizer,
+        schedule,
+        mesh,
+        accumulate=run.accumulate,
+        ema=config.optimizer.ema,
+        ahead=ahead,
+        router_loss=config.optimizer.balance,
+        **forward,
     )
     evaluate = task.make_evaluation(graphdef, mesh, **forward)
 
@@ -123,7 +138,7 @@ def train(config: Config, devices: str) -> int:
         start += f", which says its sizes itself: {', '.join(sizes_given)} are not used"
     say(f"cpjax {__version__}: trains {name} {start}")
     say(f"devices     {devices}")
-    say(f"mesh        dp {config.mesh.dp} x fsdp {config.mesh.fsdp} x cp {config.mesh.cp} x tp {config.mesh.tp}")
+    say(f"mesh        {config.mesh.words}")
     say(f"sequence    {layout.name} layout, {config.mesh.transport} transport: {sharder.length:,} tokens, "
         f"padded to {sharder.padded_length:,}, {sharder.local_length:,} per device")  # fmt: skip
     for line in task.describe():
@@ -239,6 +254,7 @@ def prepare(
         ValueError: a folder that cannot be used, or options that do not fit the model.
     """
     model = make_model(config, model_config, mesh)
+    share_experts(model, config.mesh.ep)
     table = weight_table(model)
     names = {weight.path: weight.names for weight in table}
     freeze = [

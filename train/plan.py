@@ -17,7 +17,8 @@ from rich.console import Console
 from cpjax.mesh import AXES, make_mesh
 from cpjax.models import family
 from cpjax.models.common.checkpoint import CONFIG, read_json
-from cpjax.models.common.sharding import tree_shardings
+from cpjax.models.common.experts import share_experts
+from cpjax.models.common.sharding import check_ep, tree_shardings
 from cpjax.plan import GPUS, Report, analyse, gpu_mesh
 from cpjax.shard import layout_from_name
 from cpjax.train.config import Config, LoraConfig
@@ -45,17 +46,18 @@ def plan(config: Config) -> int:
     mesh = gpu_mesh(sizes, gpu=config.plan.gpu, hosts=config.plan.hosts)
     model_config = read_model_config(config)
     check_synthetic(model_config, "--plan")
+    check_ep(model_config, config.mesh.ep, config.mesh.cp, "the model")
     batch, sharder = largest_batch(config, model_config)
 
-    model = abstract_model(model_config, config.model.dtype, config.lora)
+    model = abstract_model(model_config, config.model.dtype, config.lora, config.mesh.ep)
     table = weight_table(model)
     names = {weight.path: weight.names for weight in table}
     graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
     trained, size = (sum(array.size for array in arrays.values()) for arrays in (params, params | frozen))
     teacher, teacher_config = abstract_teacher(config, mesh)
     say(f"parameters  {describe_parameters(params | frozen, names)}; {trained:,} of them are trained")
-    say(f"mesh        {' x '.join(f'{name} {count}' for name, count in sizes.items())}, {gpu.name}, "
-        f"on {config.plan.hosts} host{'s' * (config.plan.hosts > 1)}")  # fmt: skip
+    on = f"on {config.plan.hosts} host{'s' * (config.plan.hosts > 1)}"
+    say(f"mesh        {config.mesh.words}, {gpu.name}, {on}")
     say(f"step        {config.run.batch_size} rows of up to {sharder.length // sharder.rows:,} tokens, "
         f"{sharder.local_length:,} tokens of a row per device")  # fmt: skip
     say("compiling the training step for them")
@@ -114,7 +116,7 @@ def largest_batch(config: Config, model_config: Any) -> HostBatch:
     return host_batch(model_config, [row] * config.run.batch_size, layout, tokens, patches or None)
 
 
-def abstract_model(model_config: Any, dtype: Any, lora: LoraConfig) -> Any:
+def abstract_model(model_config: Any, dtype: Any, lora: LoraConfig, ep: int) -> Any:
     """The model's shapes, adapters included."""
 
     def make() -> Any:
@@ -123,7 +125,9 @@ def abstract_model(model_config: Any, dtype: Any, lora: LoraConfig) -> Any:
             add_adapters(model, lora)
         return model
 
-    return nnx.eval_shape(make)
+    model = nnx.eval_shape(make)
+    share_experts(model, ep)
+    return model
 
 
 def abstract_state(
@@ -146,7 +150,8 @@ def abstract_teacher(config: Config, mesh: Mesh) -> tuple[Teacher | None, Any]:
     model_config = family(str(source.get("model_type"))).Config.from_dict(source)
     text = source.get("text_config") or {}
     dtype = source.get("dtype") or source.get("torch_dtype") or text.get("dtype") or "float32"
-    graphdef, params, buffers = split_model(abstract_model(model_config, dtype, LoraConfig()))
+    check_ep(model_config, config.mesh.ep, config.mesh.cp, f"--distill.teacher {config.distill.teacher}")
+    graphdef, params, buffers = split_model(abstract_model(model_config, dtype, LoraConfig(), config.mesh.ep))
     arrays = placed(params | buffers, mesh)
     return Teacher(arrays, graphdef, config.distill.ratio, config.distill.temperature), model_config
 

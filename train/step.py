@@ -216,6 +216,7 @@ def make_train_step(
     accumulate: int = 1,
     ema: float = 0.0,
     ahead: float = 0.0,
+    router_loss: float | None = None,
     **forward: Any,
 ) -> Callable[..., tuple[TrainState, Arrays]]:
     """The compiled `(state, batch, sharder, teacher=None) -> (state, metrics)`; the old state is given away.
@@ -238,6 +239,7 @@ def make_train_step(
         ema: decay of the moving average, if the state has one.
         ahead: weight, beside the loss, of the mean loss of a model's heads of multi-token prediction (see its `ahead`).
             Each is relative to the labels that count (arXiv 2412.19437, equations 24 and 25). 0: there are none.
+        router_loss: weight of the routers' balance loss; None: the model's `router_loss`, if it has one.
         forward: keyword arguments of the model's call: transport, kernel, dtype, remat.
     """
     manual = frozenset(["cp"] if mesh.shape["cp"] > 1 else ())  # a manual axis of size 1 beside fsdp breaks XLA
@@ -251,7 +253,8 @@ def make_train_step(
         # its gradient over the ranks.
         params, frozen, teacher = jax.tree.map(lambda x: vary_over(x, manual), (params, frozen, teacher))
         model = merge_model(graphdef, params, frozen)
-        balanced, softcap = getattr(model, "router_loss", 0.0), getattr(model, "logit_softcap", None)
+        balanced = getattr(model, "router_loss", 0.0) if router_loss is None else router_loss
+        softcap = getattr(model, "logit_softcap", None)
 
         @functools.partial(jax.value_and_grad, has_aux=True)
         def loss_and_grads(params: Arrays, batch: Arrays, routed: RouterSums | None) -> tuple[jax.Array, Arrays]:

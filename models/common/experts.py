@@ -4,6 +4,17 @@ No token is ever dropped and pads reach no expert. The tokens are sorted by expe
 on tiles of its own, as many as it has. So the work is that of the chosen experts alone, on every backend (XLA makes of
 `jax.lax.ragged_dot`, where it has no kernel for it, a product of all tokens with all experts), shapes are static, and
 nothing k times as large as the hidden states is ever held.
+
+Expert parallelism (ep) splits the experts over the ranks of the mesh axis cp, which hold all the tokens: ep divides cp.
+The cp / ep ranks that are neighbours gather, and share, the same E / ep experts; the ep ranks at a distance of cp / ep
+have all experts between them, and pass their tokens round. A chunk of tokens hops from rank to rank together with the
+sum of what they made of it, which comes home after ep hops (`cpjax.exchange.go_round`). A rank so sends ep x N x D
+numbers twice, in the dtype of the activations and in float32, where it would otherwise gather the other experts:
+3 x E x D x F of them in each layer, in the forward pass and again in the backward pass.
+
+Why not an all-to-all: for no token to be dropped its static shapes need room for all tokens of all ranks, as a token
+may choose any experts: the same bytes at once (with k of the order of ep most tokens go to most ranks anyway), ep times
+the memory, and nothing to hide them behind. All-gathering the tokens and reduce-scattering the outputs is the same.
 """
 
 from __future__ import annotations
@@ -18,6 +29,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from cpjax.exchange import go_round
 from cpjax.mesh import ROW_AXES, splitting_axes
 from cpjax.varying import vary_over, varying_axes
 
@@ -113,7 +125,12 @@ class Experts(nnx.Module):
     """E gated MLPs, down(activation(gate(x), up(x))), kernels stacked [E, in, out].
 
     `scale` is that of the initial down projection; otherwise initialised as `Linear`.
+
+    Attributes:
+        ep: parts that the experts are split into under context parallelism, see `share_experts`.
     """
+
+    ep: int = 1
 
     def __init__(
         self, count: int, features: int, hidden: int, *, activation: Activation, scale: float = 1.0, dtype: Any,
@@ -123,14 +140,23 @@ class Experts(nnx.Module):
             values = jax.random.normal(rngs.params(), (count, inputs, outputs), dtype) * (scale * inputs**-0.5)
             return nnx.Param(values.astype(dtype))
 
-        self.activation = activation
+        self.activation, self.count = activation, count
         self.gate_proj, self.up_proj = kernel(features, hidden), kernel(features, hidden)
         self.down_proj = kernel(hidden, features, scale)
 
     def __call__(self, x: jax.Array, routing: Routing, padding_mask: jax.Array) -> jax.Array:
         """x [B, L, features] -> the same shape; zero for pads."""
         kernels = self.gate_proj[...], self.up_proj[...], self.down_proj[...]
-        return apply_experts(x, routing, *kernels, padding_mask=padding_mask, activation=self.activation)
+        return apply_experts(
+            x, routing, *kernels, padding_mask=padding_mask, activation=self.activation, count=self.count
+        )
+
+
+def share_experts(model: nnx.Module, ep: int) -> None:
+    """Lets ranks of cp share the experts of a model: each works with 1 / ep of them, see `sharding.check_ep`."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Experts):
+            module.ep = ep
 
 
 def apply_experts(
@@ -142,6 +168,7 @@ def apply_experts(
     *,
     padding_mask: jax.Array,
     activation: Activation,
+    count: int,
 ) -> jax.Array:
     """Sum over each token's experts of weight x down(activation(gate(x), up(x))).
 
@@ -150,18 +177,20 @@ def apply_experts(
     Args:
         x: [B, L, D].
         routing: of each token.
-        gate, up: [E, D, F].
-        down: [E, F, D].
+        gate, up: [E, D, F], or inside a `shard_map` over cp the E / ep that rank r holds, those from
+            floor(r ep / cp) E / ep on; the tokens then go round the ranks that hold the others.
+        down: [E, F, D] or [E / ep, F, D].
         padding_mask: [B, L], True = pad; these reach no expert and get zero.
         activation: of the family.
+        count: E.
 
     Returns:
         [B, L, D] in x's dtype.
     """
-    experts = jnp.where(padding_mask[..., None], len(gate), routing.experts)  # for pads, one that does not exist
+    experts = jnp.where(padding_mask[..., None], count, routing.experts)  # for pads, one that does not exist
     kernels = tuple(kernel.astype(x.dtype) for kernel in (gate, up, down))
     # Outside of the custom derivative JAX itself adds the gradients of kernels that are the same on all ranks.
-    return _mix(*_alike((x, routing.weights, experts, kernels)), activation).astype(x.dtype)
+    return _mix(*_alike((x, routing.weights, experts, kernels)), activation, count)
 
 
 def _alike(operands: Any) -> Any:
@@ -188,8 +217,8 @@ class _Tiles(NamedTuple):
     tile: int
 
     @classmethod
-    def of(cls, experts: jax.Array, count: int) -> _Tiles:
-        """From the experts [N, k], of `count`.
+    def of(cls, experts: jax.Array, held: int, count: int) -> _Tiles:
+        """From the experts [N, k], of which this rank holds the first `held`, and there are `count`.
 
         A tile is half as long as an expert has tokens on average, so that few of its slots are empty.
         """
@@ -197,7 +226,7 @@ class _Tiles(NamedTuple):
         while tile < min(MAX_TILE, len(flat) // (2 * count)):
             tile *= 2
         order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        sizes = jnp.zeros(count, jnp.int32).at[flat].add(1, mode="drop")
+        sizes = jnp.zeros(held, jnp.int32).at[flat].add(1, mode="drop")
         return cls(jnp.pad(order, (0, tile)), jnp.cumulative_sum(sizes), sizes, experts.shape[-1], tile)
 
     def each(self, end: jax.Array, size: jax.Array, body: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
@@ -221,14 +250,19 @@ def _dot(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
     return jnp.matmul(x, y, preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _mix(
-    x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: tuple[jax.Array, ...], activation: Activation
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    kernels: tuple[jax.Array, ...],
+    activation: Activation,
+    count: int,
 ) -> jax.Array:
-    """`apply_experts` in the dtype of the weights; pads have an expert beyond the last."""
+    """`apply_experts`; pads have an expert beyond the last."""
 
     def forward(x: jax.Array, weights: jax.Array, experts: jax.Array, kernels: tuple[jax.Array, ...]) -> jax.Array:
-        tiles = _Tiles.of(experts, len(kernels[0]))
+        tiles = _Tiles.of(experts, len(kernels[0]), count)
 
         def expert(out: jax.Array, own: Any) -> tuple[jax.Array, None]:
             end, size, (gate, up, down) = own
@@ -244,20 +278,41 @@ def _mix(
         zero = vary_over(jnp.zeros(x.shape, weights.dtype), varying_axes(x))
         return lax.scan(expert, zero, (tiles.ends, tiles.sizes, kernels))[0]
 
-    return _on_rows(forward, (x, weights, experts), kernels)
+    def work(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[()]]:
+        x, weights, experts = chunk
+        return _on_rows(forward, (x, weights, _held(experts, kernels, count)), kernels), ()
+
+    return _go_round(work, (x, weights, experts), kernels, count)[0].astype(x.dtype)
+
+
+def _go_round(work: Callable[[Any], Any], chunk: Any, kernels: Sequence[jax.Array], count: int) -> Any:
+    """Where ranks hold different experts, chunks of tokens go round all that have those of `count` between them."""
+    ep = count // len(kernels[0])
+    return go_round(work, chunk, "cp", lax.axis_size("cp"), ep) if ep > 1 else work(chunk)
+
+
+def _held(experts: jax.Array, kernels: Sequence[jax.Array], count: int) -> jax.Array:
+    """The numbers of experts among those that this rank holds; of others, one beyond the last."""
+    held = len(kernels[0])
+    if held == count:
+        return experts
+    own = experts - lax.axis_index("cp") // (lax.axis_size("cp") * held // count) * held
+    return jnp.where((own >= 0) & (own < held), own, held)
 
 
 def _mix_fwd(*operands: Any) -> Any:
-    return _mix(*operands), operands[:-1]
+    return _mix(*operands), operands[:-2]
 
 
-def _mix_bwd(activation: Activation, operands: Any, dout: jax.Array) -> Any:
+def _mix_bwd(activation: Activation, count: int, operands: Any, dout: jax.Array) -> Any:
     """Computes each tile's hidden values anew."""
     *tokens, kernels = operands
+    x, weights, _ = tokens
+    wide, held = weights.dtype, len(kernels[0])
+    summed = kernels[0].dtype if held == count else wide  # of several hops
 
     def backward(x: jax.Array, weights: jax.Array, experts: jax.Array, dout: jax.Array, kernels: Any) -> Any:
-        wide, axes = weights.dtype, varying_axes(x)
-        tiles = _Tiles.of(experts, len(kernels[0]))
+        axes, tiles = varying_axes(x), _Tiles.of(experts, held, count)
 
         def expert(carry: Any, own: Any) -> Any:
             end, size, (gate, up, down) = own
@@ -267,7 +322,7 @@ def _mix_bwd(activation: Activation, operands: Any, dout: jax.Array) -> Any:
                 own, dmade = _rows(x, tokens), _rows(dout, tokens)
                 weight = _rows(weights.reshape(-1), slots)[:, None]
                 hidden, pull = jax.vjp(activation, own @ gate, own @ up)
-                dhidden = _dot(dmade.astype(x.dtype), down.T, wide)
+                dhidden = _dot(dmade, down.T, wide)
                 dweight = (dhidden * hidden.astype(wide)).sum(-1)
                 dg, du = pull((dhidden * weight).astype(x.dtype))
                 into = _dot(dg, gate.T, wide) + _dot(du, up.T, wide)
@@ -281,14 +336,18 @@ def _mix_bwd(activation: Activation, operands: Any, dout: jax.Array) -> Any:
 
             zeros = (vary_over(jnp.zeros(kernel.shape, wide), axes) for kernel in (gate, up, down))
             dx, dweights, *dkernels = tiles.each(end, size, tile, (*carry, *zeros))
-            return (dx, dweights), tuple(dkernel.astype(gate.dtype) for dkernel in dkernels)
+            return (dx, dweights), tuple(dkernel.astype(summed) for dkernel in dkernels)
 
         zeros = (vary_over(jnp.zeros(shape, wide), axes) for shape in (x.shape, weights.size))
         (dx, dweights), dkernels = lax.scan(expert, tuple(zeros), (tiles.ends, tiles.sizes, kernels))
-        return (dx.astype(x.dtype), dweights.reshape(weights.shape)), dkernels
+        return (dx, dweights.reshape(weights.shape)), dkernels
 
-    (dx, dweights), dkernels = _on_rows(backward, (*tokens, dout), kernels, sums=True)
-    return dx, dweights, None, dkernels
+    def work(chunk: tuple[jax.Array, ...]) -> Any:
+        x, weights, experts, dout = chunk
+        return _on_rows(backward, (x, weights, _held(experts, kernels, count), dout), kernels, sums=True)
+
+    (dx, dweights), dkernels = _go_round(work, (*tokens, dout), kernels, count)
+    return dx.astype(x.dtype), dweights, None, tuple(dkernel.astype(kernels[0].dtype) for dkernel in dkernels)
 
 
 _mix.defvjp(_mix_fwd, _mix_bwd)

@@ -8,6 +8,9 @@ stacks.
 Over tp, what leads into heads and hidden features is split by its outputs, and what leads out of them by its inputs, so
 that each rank computes some heads and features, and the ranks' sums are added (arXiv 1909.08053). Token embeddings,
 head, norms and biases are not split over it.
+
+Over cp, kernels of experts are split by experts. With expert parallelism (see `cpjax.models.common.experts`) a rank
+gathers a part of them only, those of its neighbours: a checkpoint is the same whatever ep is.
 """
 
 from __future__ import annotations
@@ -43,6 +46,12 @@ _COLUMNS = re.compile(r"(\.[qkv]_proj|\.qkv|\.gate_proj|\.up_proj|\.in_proj_\w+|
 _ROWS = re.compile(r"(\.o_proj|\.out_proj|\.proj|\.down_proj|\.linear_fc2)\.(kernel|adapter\.a)$")
 """Matrices of a layer whose inputs are heads or hidden features."""
 
+_EXPERTS = re.compile(r"\.experts\.(gate|up|down)_proj$")
+"""Kernels of experts, [layers, E, in, out]."""
+
+_COUNTS = re.compile(r"(^|\.)(num|n_routed)_experts$")
+"""Their number in a family's configuration."""
+
 _HEADS = re.compile(r"(heads|intermediate_size)$")
 """Sizes in a family's configuration that tp splits."""
 
@@ -57,25 +66,58 @@ def check_tp(config: Any, tp: int, model: str) -> None:
     Raises:
         ValueError: a number of heads or hidden features that tp does not divide.
     """
+    for name, value in _fields(config).items():
+        if _HEADS.search(name) and value % tp:
+            raise ValueError(
+                f"tp is {tp}, but {model} has {name} {value}: tp must divide every number of heads and hidden "
+                "features, so lower it and raise fsdp or cp instead"
+            )
 
-    def check(values: Mapping[str, Any], prefix: str) -> None:
+
+def check_ep(config: Any, ep: int, cp: int, model: str) -> None:
+    """Whether the experts of a model can be split into ep parts, over cp ranks.
+
+    Args:
+        config: a family's configuration, a dataclass.
+        ep: a divisor of cp.
+        model: which one, in words.
+
+    Raises:
+        ValueError: ep is more than 1, and there are no experts, or cp does not divide their number.
+    """
+    if ep == 1:
+        return
+    counts = {name: value for name, value in _fields(config).items() if _COUNTS.search(name) and value}
+    if not counts:
+        raise ValueError(f"ep is {ep}, but {model} has no experts to split: leave ep at 1")
+    for name, value in counts.items():
+        if value % cp:
+            raise ValueError(
+                f"ep is {ep}, but {model} has {name} {value}, which cp, {cp}, does not divide: every rank of cp stores "
+                "as many experts, so change cp, or leave ep at 1"
+            )
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """All fields of a configuration by dotted name, but for what was read from disk."""
+    found: dict[str, Any] = {}
+
+    def collect(values: Mapping[str, Any], prefix: str) -> None:
         for name, value in values.items():
             if isinstance(value, Mapping):
-                check(value, f"{prefix}{name}.")
-            elif _HEADS.search(name) and value % tp:
-                raise ValueError(
-                    f"tp is {tp}, but {model} has {prefix}{name} {value}: tp must divide every number of heads and "
-                    "hidden features, so lower it and raise fsdp or cp instead"
-                )
+                collect(value, f"{prefix}{name}.")
+            else:
+                found[prefix + name] = value
 
-    check({name: value for name, value in dataclasses.asdict(config).items() if name != "source"}, "")
+    collect({name: value for name, value in dataclasses.asdict(config).items() if name != "source"}, "")
+    return found
 
 
 def parameter_sharding(mesh: Mesh | AbstractMesh, shape: Sequence[int], name: str = "") -> NamedSharding:
     """Where a parameter, or what an optimizer keeps of it, lives.
 
-    Over tp the axis of heads or hidden features is split; over cp the largest axis that it divides, but not the first,
-    which may be that of the layers; over fsdp the largest of the others.
+    Over tp the axis of heads or hidden features is split; over cp that of experts, otherwise the largest axis that it
+    divides, but not the first, which may be that of the layers; over fsdp the largest of the others.
 
     Args:
         name: dotted path.
@@ -96,7 +138,9 @@ def parameter_sharding(mesh: Mesh | AbstractMesh, shape: Sequence[int], name: st
         split("tp", range(len(shape) - 1, len(shape)))
     elif _ROWS.search(name):
         split("tp", range(len(shape) - 2, len(shape) - 1))
-    if len(shape) > 1 and math.prod(shape[1:] if len(shape) > 2 else shape) >= SMALLEST:
+    if len(shape) == 4 and _EXPERTS.search(name) and shape[1] % mesh.shape.get("cp", 1) == 0:
+        split("cp", [1])  # however small: ranks may share them
+    elif len(shape) > 1 and math.prod(shape[1:] if len(shape) > 2 else shape) >= SMALLEST:
         split("cp", range(1, len(shape)))  # the outermost of those that share an axis: cp is manual
     split("fsdp", range(1 if table else 0, len(shape)))
     return NamedSharding(mesh, PartitionSpec(*(names or None for names in spec)))
@@ -196,6 +240,12 @@ def _automatic_axes() -> dict[str, int]:
 
 
 def _gather(model: Any, name: str, axis: int) -> None:
-    for part in name.split("."):
+    *parents, last = name.split(".")
+    for part in parents:
         model = model[int(part)] if part.isdigit() else getattr(model, part)
-    model.set_value(lax.all_gather(model.get_value(), "cp", axis=axis, tiled=True))
+    variable, size = getattr(model, last), lax.axis_size("cp")
+    ranks = size // getattr(model, "ep", 1)  # neighbours, which share their experts
+    if ranks > 1:
+        groups = [list(range(first, first + ranks)) for first in range(0, size, ranks)] if ranks < size else None
+        whole = lax.all_gather(variable.get_value(), "cp", axis=axis, tiled=True, axis_index_groups=groups)
+        variable.set_value(whole)

@@ -12,7 +12,7 @@ from cpjax.mesh import make_mesh
 from cpjax.models.common.experts import RouterSums, apply_experts, balance_loss, route, router_sums
 from cpjax.varying import vary_over
 
-B, L, D, F, E, K = 2, 24, 6, 5, 7, 3
+B, L, D, F, E, K = 2, 24, 6, 5, 8, 3
 
 
 def activation(gate, up):
@@ -21,9 +21,9 @@ def activation(gate, up):
 
 @functools.cache
 def inputs():
-    """Uneven routing: expert 0 has nearly all tokens, expert 6 none."""
+    """Uneven routing: expert 0 has nearly all tokens, expert 6 none, and one rank of eight is all pads in a row."""
     rng = np.random.default_rng(0)
-    logits = rng.normal(size=(B, L, E)) + np.array([3, 0, 0, 0, 0, 0, -50])
+    logits = rng.normal(size=(B, L, E)) + np.array([3, 0, 0, 0, 0, 0, -50, 0])
     pads = np.arange(L) >= np.array([[L], [L - 5]])
     kernels = [rng.normal(size=shape) for shape in ((E, D, F), (E, D, F), (E, F, D))]
     return [rng.normal(size=(B, L, D)), logits, *kernels, rng.normal(size=(B, L, D))], pads
@@ -56,12 +56,30 @@ def oracle():
 
 def mixture(x, logits, gate, up, down, pads):
     routing = route(jax.nn.softmax(logits), K)
-    return apply_experts(x, routing, gate, up, down, padding_mask=pads, activation=activation)
+    return apply_experts(x, routing, gate, up, down, padding_mask=pads, activation=activation, count=E)
 
 
-@pytest.mark.parametrize("sizes", [None, dict(cp=4), dict(cp=2, fsdp=2), dict(dp=2, cp=1)])
-def test_output_and_every_gradient(sizes):
-    """Rows over automatic axes, tokens over the manual one, in float64."""
+def held(kernel, ep):
+    """The experts of this rank."""
+    count = E // ep
+    return jax.lax.dynamic_slice_in_dim(kernel, jax.lax.axis_index("cp") * ep // jax.lax.axis_size("cp") * count, count)
+
+
+MESHES = [
+    (None, 1),
+    (dict(cp=4), 1),
+    (dict(cp=2, fsdp=2), 1),
+    (dict(dp=2, cp=1), 1),
+    (dict(cp=4), 2),
+    (dict(cp=4), 4),
+    (dict(cp=8), 4),
+    (dict(cp=4, fsdp=2), 2),
+]
+
+
+@pytest.mark.parametrize(("sizes", "ep"), MESHES)
+def test_output_and_every_gradient(sizes, ep):
+    """Rows over automatic axes, tokens over the manual one, experts too where ep > 1; in float64."""
     expected, expected_grads = oracle()
     with jax.enable_x64(True):
         (*operands, target), pads = (jax.tree.map(jnp.asarray, part) for part in inputs())
@@ -72,7 +90,8 @@ def test_output_and_every_gradient(sizes):
             operands = jax.tree.map(lambda x: vary_over(x, manual), operands)
 
             def loss(operands):
-                out = mixture(*operands, pads)
+                tokens, kernels = operands[:2], operands[2:]
+                out = mixture(*tokens, *(held(kernel, ep) if ep > 1 else kernel for kernel in kernels), pads)
                 return (out * target).sum(), out
 
             (_, out), grads = jax.value_and_grad(loss, has_aux=True)(operands)
@@ -94,8 +113,9 @@ def test_output_and_every_gradient(sizes):
     for found, grad in zip(grads, expected_grads, strict=True):
         np.testing.assert_allclose(found, grad, rtol=1e-11, atol=1e-11)
     if sizes:
-        gathered = [line for line in compiled.as_text().splitlines() if "all-gather(" in line]
-        assert not gathered, "rows or tokens were gathered"
+        program = compiled.as_text()
+        assert "all-gather(" not in program, "rows or tokens were gathered"
+        assert ("collective-permute(" in program) == (ep > 1), "tokens travel where experts are split"
 
 
 def test_bfloat16_adds_in_float32():
@@ -104,7 +124,14 @@ def test_bfloat16_adds_in_float32():
     x, ones = jnp.ones((1, 1, 1), jnp.bfloat16), jnp.ones((k, 1, 1), jnp.bfloat16)
     routing = route(jnp.full((1, 1, k), 0.5), k)
     out = apply_experts(
-        x, routing, ones, ones, ones, padding_mask=jnp.zeros((1, 1), bool), activation=lambda gate, up: gate * up
+        x,
+        routing,
+        ones,
+        ones,
+        ones,
+        padding_mask=jnp.zeros((1, 1), bool),
+        activation=lambda gate, up: gate * up,
+        count=k,
     )
     assert out.dtype == jnp.bfloat16 and out.item() == 1
 

@@ -24,7 +24,8 @@ def test_yaml_round_trip(tmp_path):
     config = Config(run=RunConfig(out="x", seed=3), optimizer=optimizer)
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
-    assert parse_config(["--config", str(file)]) == config
+    assert parse_config(["--config", str(file)]) == config and optimizer.balance is None
+    assert parse_config(["--config", str(file), "--optimizer.balance", "0.01"]).optimizer.balance == 0.01
     assert yaml.safe_load(config.to_yaml()) == config.to_dict()
 
 
@@ -37,6 +38,9 @@ def test_yaml_round_trip(tmp_path):
         (["--mesh.cp", "two"], "--mesh.cp: it must be a whole number, not two"),
         (["--mesh.cp", "2.5"], "--mesh.cp: it must be a whole number"),
         (["--mesh.cp", "0"], "--mesh.cp is 0: it must be at least 1"),
+        (["--mesh.ep", "3"], "--mesh.ep is 3: it must be a divisor of mesh.cp, which is 4"),
+        (["--optimizer.balance", "-1"], "--optimizer.balance is -1.0: it must be 0 or more"),
+        (["--optimizer.balance", "much"], "--optimizer.balance: it must be"),
         (["--mesh.layout", "spiral"], "one of 'zigzag', 'contiguous', 'striped', 'packed', not spiral"),
         (["--optimizer.lr", "-1"], "--optimizer.lr is -1.0: it must be above 0"),
         (["--optimizer.lr", "nan"], "--optimizer.lr"),

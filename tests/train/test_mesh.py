@@ -40,6 +40,8 @@ def test_what_tp_splits():
         ("layers.slots.0.mlp.down_proj.adapter.b", (3, 4, 64), (None, None, None)),
         ("visual.blocks.attn.qkv.adapter.b", (3, 4, 64), (None, None, "tp")),
         ("visual.linear_fc1.bias", (64,), (None,)),
+        ("layers.slots.0.mlp.experts.gate_proj", (3, 4, 64, 128), (None, "cp", None, None)),
+        ("layers.slots.0.mlp.experts.down_proj", (3, 3, 128, 64), (None, None, "cp", None)),
         ("embed_tokens", (320, 64), (None, "cp")),
         ("lm_head.kernel", (64, 320), (None, "cp")),
     ]:
