@@ -1,4 +1,7 @@
-"""A step of a model with experts is the same on every mesh and in any microbatches, its balance loss included."""
+"""A step of a model with experts is the same on every mesh and in any microbatches.
+
+So are the balance loss, and the loss of the head of multi-token prediction, which has experts of its own.
+"""
 
 import dataclasses
 
@@ -16,10 +19,10 @@ SPARSE = Config(
         **{
             field.name: getattr(MODEL.text, field.name)
             for field in dataclasses.fields(MODEL.text)
-            if field.name != "intermediate_size"
+            if field.name not in ("intermediate_size", "mtp_num_hidden_layers")
         },
         moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=4, num_experts_per_tok=2,
-        output_router_logits=True, router_aux_loss_coef=0.5,
+        output_router_logits=True, router_aux_loss_coef=0.5, mtp_num_hidden_layers=1,
     ),
     vision=MODEL.vision, image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4,
 )  # fmt: skip
@@ -27,7 +30,7 @@ SPARSE = Config(
 
 def step(**options):
     """Metrics of one step, and the parameters after it."""
-    run = Run(model=Model(SPARSE, rngs=nnx.Rngs(0)), name="sgd", momentum=0.0, weight_decay=0.0, **options)
+    run = Run(model=Model(SPARSE, rngs=nnx.Rngs(0)), name="sgd", momentum=0.0, weight_decay=0.0, ahead=0.5, **options)
     metrics = run()
     return metrics, jax.tree.map(np.asarray, run.state.params)
 
@@ -35,9 +38,10 @@ def step(**options):
 def test_one_step(monkeypatch):
     monkeypatch.setattr(sharding, "SMALLEST", 8)  # experts, too, are split over cp
     metrics, params = step()
-    assert metrics["balance"] > SPARSE.text.num_experts_per_tok and metrics["loss"] > 0.5 * metrics["balance"] + 1
+    assert metrics["balance"] > SPARSE.text.num_experts_per_tok and metrics["loss_ahead"] > 1
+    assert metrics["loss"] > 0.5 * (metrics["balance"] + metrics["loss_ahead"]) + 1
     found, changed = step(cp=2, fsdp=2, accumulate=2)
-    for name in ("loss", "balance", "grad_norm", "accuracy", "tokens"):
+    for name in ("loss", "balance", "loss_ahead", "grad_norm", "accuracy", "tokens"):
         np.testing.assert_allclose(found[name], metrics[name], rtol=2e-6, err_msg=name)
     for name, value in params.items():
         largest = max(1, np.abs(value).max())
