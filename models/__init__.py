@@ -31,9 +31,10 @@ def family(model_type: str) -> ModuleType:
     `cpjax.models.generate` a `prefill` and a `decode`, and for the trainer's --check, --plan and MFU (Qwen3.5 only so
     far) `forward_flops`, `reduced` and `synthetic_row`. A folder may also be laid out as `stacked_weights` says, if
     there are any, and lack what its `without_absent`, if any, takes out of the configuration. A model whose layers have
-    routers has `router_loss`, what their balance loss is multiplied by, and `outputs`, which takes what a call does and
-    returns hidden states and `experts.RouterSums`. A model with heads of multi-token prediction has these in `mtp`, and
-    `ahead`, what they make of its hidden states. One that caps its logits says so in `logit_softcap`.
+    routers has `router_loss`, what their balance loss is multiplied by; one with heads of multi-token prediction has
+    these in `mtp`. Both have `outputs`, which takes what a call does, and `ahead`, whether to apply the heads, and
+    returns hidden states, `experts.RouterSums` or None, and of each head hidden states and labels. A model that caps
+    its logits says so in `logit_softcap`.
 
     Raises:
         ValueError: no such family.

@@ -20,6 +20,7 @@ from cpjax.models.common.checkpoint import Weight
 from cpjax.models.common.experts import share_experts
 from cpjax.models.common.sharding import check_ep, tree_shardings
 from cpjax.shard import IGNORE, layout_from_name
+from cpjax.train.ahead import ahead_weight
 from cpjax.train.config import Config, LoraConfig
 from cpjax.train.lora import add_adapters, weight_table
 from cpjax.train.report import by_part
@@ -119,7 +120,8 @@ def gradients(
         arrays = jax.device_put(arrays | buffers, tree_shardings(mesh, arrays | buffers))
         teacher = Teacher(arrays, structure, config.distill.ratio, config.distill.temperature)
     step = make_train_step(
-        graphdef, KEEP, lambda step: 1.0, mesh, accumulate=accumulate, transport=config.mesh.transport,
+        graphdef, KEEP, lambda step: 1.0, mesh, accumulate=accumulate,
+        ahead=ahead_weight(config.optimizer, params | frozen), transport=config.mesh.transport,
         kernel=config.mesh.kernel, remat=config.model.remat,
     )  # fmt: skip
     state, metrics = step(init_state(params, frozen, KEEP, mesh), place_batch(batch, mesh), sharder, teacher)
@@ -150,8 +152,10 @@ def named_in_order(grads: Arrays, table: Sequence[Weight]) -> dict[str, np.ndarr
 
 
 def _layer(name: str) -> float:
-    """The number of the layer that a tensor belongs to; what has none comes after all of them."""
+    """The number of the layer that a tensor belongs to; the last norm and heads of multi-token prediction follow."""
     number = re.search(r"\.layers\.(\d+)\.", name)
+    if name.startswith("mtp."):
+        return float("inf")
     return int(number[1]) if number else float("inf") if "language_model" in name else 0
 
 

@@ -27,6 +27,7 @@ from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.models.common.experts import share_experts
 from cpjax.models.common.sharding import check_ep, check_tp
 from cpjax.shard import layout_from_name
+from cpjax.train.ahead import ahead_weight, freeze_patterns, without_heads
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, shapes_of
 from cpjax.train.config import Config
 from cpjax.train.distill import load_teacher
@@ -90,7 +91,7 @@ def train(config: Config, devices: str) -> int:
         graphdef, state, optimizer, names = prepare(config, task.model_config, mesh)
     teacher = load_teacher(config, task.model_config, mesh) if config.distill.teacher else None
     name = class_name(task.model_config)
-    ahead = config.optimizer.ahead if any(path.startswith("mtp.") for path in names) else 0.0
+    ahead = ahead_weight(config.optimizer, names)
     schedule = make_schedule(config.optimizer, run.steps)
     sizes = describe_parameters(state.params | state.frozen, names)
     frozen_size = sum(array.size for array in state.frozen.values())
@@ -131,7 +132,8 @@ def train(config: Config, devices: str) -> int:
     first = int(state.step)
     log, trace = Logs(config, first) if is_first() else None, Trace(run.profiled(first), out / "profile")
     all_sizes = sum(array.size for array in (state.params | state.frozen).values())
-    speed = Speed(mesh, task.model_config, 1 - frozen_size / all_sizes, teacher and teacher.config)
+    counted = task.model_config if ahead else without_heads(task.model_config)
+    speed = Speed(mesh, counted, 1 - frozen_size / all_sizes, teacher and without_heads(teacher.config))
 
     start = f"from {config.model.path}" if config.model.path else "from scratch"
     if sizes_given := config.model.sizes_given() if config.model.path else ():
@@ -257,11 +259,7 @@ def prepare(
     share_experts(model, config.mesh.ep)
     table = weight_table(model)
     names = {weight.path: weight.names for weight in table}
-    freeze = [
-        *config.optimizer.freeze,
-        *([r"^mtp\."] if getattr(model, "mtp", ()) and not config.optimizer.ahead else ()),
-    ]
-    graphdef, params, frozen = split_model(model, freeze, names)
+    graphdef, params, frozen = split_model(model, freeze_patterns(config.optimizer, names), names)
     optimizer = make_optimizer(config.optimizer, table, params)
     average, scaled = config.optimizer.ema > 0, config.model.compute == "float16"
     return graphdef, init_state(params, frozen, optimizer, mesh, average=average, scaled=scaled), optimizer, names

@@ -21,6 +21,7 @@ from cpjax.models.common.experts import share_experts
 from cpjax.models.common.sharding import check_ep, tree_shardings
 from cpjax.plan import GPUS, Report, analyse, gpu_mesh
 from cpjax.shard import layout_from_name
+from cpjax.train.ahead import ahead_weight, freeze_patterns, without_heads
 from cpjax.train.config import Config, LoraConfig
 from cpjax.train.digits_task import DigitsTask
 from cpjax.train.lora import add_adapters, weight_table
@@ -52,7 +53,8 @@ def plan(config: Config) -> int:
     model = abstract_model(model_config, config.model.dtype, config.lora, config.mesh.ep)
     table = weight_table(model)
     names = {weight.path: weight.names for weight in table}
-    graphdef, params, frozen = split_model(model, config.optimizer.freeze, names)
+    graphdef, params, frozen = split_model(model, freeze_patterns(config.optimizer, names), names)
+    ahead = ahead_weight(config.optimizer, names)
     trained, size = (sum(array.size for array in arrays.values()) for arrays in (params, params | frozen))
     teacher, teacher_config = abstract_teacher(config, mesh)
     say(f"parameters  {describe_parameters(params | frozen, names)}; {trained:,} of them are trained")
@@ -65,13 +67,14 @@ def plan(config: Config) -> int:
     optimizer = make_optimizer(config.optimizer, table, params)
     step: Any = make_train_step(
         graphdef, optimizer, make_schedule(config.optimizer, config.run.steps), mesh,
-        accumulate=config.run.accumulate, ema=config.optimizer.ema, transport=config.mesh.transport,
+        accumulate=config.run.accumulate, ema=config.optimizer.ema, ahead=ahead, transport=config.mesh.transport,
         kernel=config.mesh.kernel, dtype=jnp.dtype(config.model.compute), remat=config.model.remat,
     )  # fmt: skip
     state = abstract_state(config, optimizer, params, frozen, mesh)
     report = analyse(step.lower(state, abstract_batch(batch, mesh), sharder, teacher).compile(), config.plan.gpu)
     tokens = int(np.count_nonzero(~batch["padding_mask"]))
-    flops = step_flops(model_config, batch, trained / size, teacher_config)
+    counted = model_config if ahead else without_heads(model_config)
+    flops = step_flops(counted, batch, trained / size, teacher_config and without_heads(teacher_config))
     for line in describe(report, config.plan.gpu, mesh.size, tokens, flops):
         say(line)
     return 0

@@ -237,7 +237,7 @@ def make_train_step(
         schedule: step, counted from 0, to learning rate.
         accumulate: microbatches, a divisor of the rows that a device holds.
         ema: decay of the moving average, if the state has one.
-        ahead: weight, beside the loss, of the mean loss of a model's heads of multi-token prediction (see its `ahead`).
+        ahead: weight, beside the loss, of the mean loss of a model's heads of multi-token prediction (see `outputs`).
             Each is relative to the labels that count (arXiv 2412.19437, equations 24 and 25). 0: there are none.
         router_loss: weight of the routers' balance loss; None: the model's `router_loss`, if it has one.
         forward: keyword arguments of the model's call: transport, kernel, dtype, remat.
@@ -291,12 +291,11 @@ def make_train_step(
             model = merge_model(graphdef, params, frozen)
             start_dropout(model, batch, sharder)
             assemble(model, split)
-            if balanced:
-                hidden, sums = model.outputs(batch, sharder, **forward)
+            if balanced or ahead:
+                hidden, sums, later = model.outputs(batch, sharder, ahead=ahead > 0, **forward)
             else:
-                hidden, sums = model(batch, sharder, **forward), None
-            later = model.ahead(hidden, batch, sharder, **forward) if ahead else []
-            return (hidden, model.head().astype(hidden.dtype)), sums, later
+                hidden, sums, later = model(batch, sharder, **forward), None, []
+            return (hidden, model.head().astype(hidden.dtype)), sums if balanced else None, later
 
         def route(_: None, batch: Arrays) -> tuple[None, RouterSums | None]:
             return None, outputs(params, batch)[1]

@@ -208,7 +208,7 @@ def load(
     and with several hosts each reads only what its devices need.
 
     Args:
-        tables: the family's; the first of which the folder has all tensors counts, or else the first.
+        tables: the family's; for each parameter counts the first whose tensors are all there, or else the first.
         path: the folder.
         mesh: places parameters by `parameter_sharding`; None: the default device.
         dtype: of the parameters; None: each as on disk.
@@ -222,7 +222,11 @@ def load(
     with contextlib.ExitStack() as stack:
         folder = Folder(path, stack)
         names = folder.names
-        weights = next((table for table in tables if names.issuperset(n for w in table for n in w.names)), tables[0])
+        layouts = [{weight.path: weight for weight in table} for table in tables]
+        weights = [
+            next((layout[path] for layout in layouts if names.issuperset(layout[path].names)), weight)
+            for path, weight in layouts[0].items()
+        ]
         _check(folder, weights, shapes)
         values = {}
         for weight in weights:

@@ -21,32 +21,34 @@ def weights(config: Config) -> list[Weight]:
     As released: each expert has its own tensors.
     """
     rows = table(config, _MLP)
-    for slot, prefixes in _experts(config):
+    for path, prefixes in _experts(config):
         for name in ("gate_proj", "up_proj", "down_proj"):
             numbers = range(config.text.num_experts)
             names = tuple(f"{prefix}{number}.{name}.weight" for prefix in prefixes for number in numbers)
-            rows.append(Weight(f"layers.slots.{slot}.mlp.experts.{name}", names, stacked=2, transpose=True))
+            rows.append(Weight(path + name, names, stacked=2, transpose=True))
     return rows
 
 
 def stacked_weights(config: Config) -> list[Weight]:
     """The same, as transformers saves it with `save_original_format=False`: all experts of a layer in one tensor."""
     rows = table(config, _MLP)
-    for slot, prefixes in _experts(config):
+    for path, prefixes in _experts(config):
         for name, own, part in (
             ("gate_up_proj", "gate_proj", (0, 2)),
             ("gate_up_proj", "up_proj", (1, 2)),
             ("down_proj", "down_proj", (0, 1)),
         ):
             names = tuple(prefix + name for prefix in prefixes)
-            path = f"layers.slots.{slot}.mlp.experts.{own}"
-            rows.append(Weight(path, names, stacked=1, transpose=True, part=part))
+            rows.append(Weight(path + own, names, stacked=1, transpose=True, part=part))
     return rows
 
 
-def _experts(config: Config) -> list[tuple[int, list[str]]]:
-    """Each slot of a group, and what the names of the experts of its layers begin with."""
+def _experts(config: Config) -> list[tuple[str, list[str]]]:
+    """What the paths of experts begin with, and for each layer what the names of its experts do."""
     text = config.text
-    prefix = "model.language_model.layers.{}.mlp.experts."
-    slots = range(text.period)
-    return [(slot, [prefix.format(i) for i in range(slot, text.num_hidden_layers, text.period)]) for slot in slots]
+    layer, end = "model.language_model.layers.{}", ".mlp.experts."
+    found = [
+        (f"layers.slots.{slot}{end}", [layer.format(i) + end for i in range(slot, text.num_hidden_layers, text.period)])
+        for slot in range(text.period)
+    ]
+    return found + ([(f"mtp.layer{end}", [f"mtp.layers.0{end}"])] if text.mtp_num_hidden_layers else [])

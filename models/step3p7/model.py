@@ -262,15 +262,10 @@ class Step3p7(nnx.Module):
             dtype: of activations and matrix products; None: that of the token embeddings.
             remat: what the backward pass computes anew, see `scan_layers`.
         """
-        hidden = self.embed(batch, sharder, dtype, remat, kernel)
-        local = self.local(batch, sharder, hidden.dtype, transport, kernel)
-        for stack in self.layers:
-            hidden = scan_layers(stack, hidden, local, remat=remat)
-        return self.norm(hidden)
+        return self.outputs(batch, sharder, transport, kernel=kernel, dtype=dtype, remat=remat)[0]
 
-    def ahead(
+    def outputs(
         self,
-        hidden: jax.Array,
         batch: Mapping[str, jax.Array],
         sharder: Sharder,
         transport: str = "ring",
@@ -278,20 +273,25 @@ class Step3p7(nnx.Module):
         kernel: str = "auto",
         dtype: Any = None,
         remat: Remat = "layer",
-    ) -> list[tuple[jax.Array, jax.Array]]:
-        """What the heads of multi-token prediction make of the final hidden states, and what they are to predict.
-
-        Head k is told the token k after each and, as all share the model's head, predicts the one after that. Both come
-        from the whole sequence, wherever they live, and from the token's own document: elsewhere the label is -100.
+        ahead: bool = False,
+    ) -> tuple[jax.Array, None, list[tuple[jax.Array, jax.Array]]]:
+        """The same, nothing of the routers, which have no balance loss, and what lies further ahead.
 
         Args:
-            hidden: what the model's call returned for the batch, [B, L, E].
-            batch: as given to that call, with labels; likewise the other arguments.
+            ahead: whether to apply the heads of multi-token prediction. Head k is told the token k after each and, as
+                all share the model's head, predicts the one after that. Both come from the whole sequence, wherever
+                they live, and from the token's own document: elsewhere the label is -100.
 
         Returns:
-            For each head final hidden states [B, L, E] and labels [B, L].
+            Final hidden states [B, L, E], None, and for each head final hidden states and labels [B, L].
         """
+        hidden = self.embed(batch, sharder, dtype, remat, kernel)
         local = self.local(batch, sharder, hidden.dtype, transport, kernel)
+        for stack in self.layers:
+            hidden = scan_layers(stack, hidden, local, remat=remat)
+        final = hidden = self.norm(hidden)
+        if not ahead:
+            return final, None, []
         ids, labels = (sharder.take_local(batch[name]) for name in ("input_ids", "labels"))
         out = []
         for depth, head in enumerate(self.mtp, start=1):
@@ -302,7 +302,7 @@ class Step3p7(nnx.Module):
             told = self.embed_tokens[...][later].astype(hidden.dtype)
             hidden = scan_layers(head, hidden, told, local, remat=remat)
             out.append((hidden, targets))
-        return out
+        return final, None, out
 
     def embed(
         self,

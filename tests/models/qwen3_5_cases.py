@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import json
 import pathlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from cpjax.models import from_pretrained
 from cpjax.models.common.experts import balance_loss
@@ -16,6 +18,10 @@ from cpjax.models.qwen3_5 import Media, Qwen3_5, Row
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FOLDER = GOLDENS / "qwen3_5"
+WEIGHT = 0.3
+"""Share of the loss of a head of multi-token prediction."""
+HEADED = {"qwen3_5": "images", "qwen3_5_moe": "media"}
+"""The case of each family that has such a head."""
 
 
 @functools.cache
@@ -23,16 +29,32 @@ def golden_model(family="qwen3_5"):
     return from_pretrained(GOLDENS / family)
 
 
+def write_with_head(family, folder):
+    """The golden folder with a head of multi-token prediction, which is golden as well."""
+    config = json.loads((GOLDENS / family / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    head = {name: value for name, value in golden(HEADED[family], family).items() if name.startswith("mtp.")}
+    save_file(load_file(GOLDENS / family / "model.safetensors") | head, folder / "model.safetensors")
+
+
+@functools.cache
+def model_with_head(family="qwen3_5", dtype=None):
+    with tempfile.TemporaryDirectory() as folder:
+        write_with_head(family, pathlib.Path(folder))
+        return from_pretrained(folder, dtype=dtype)
+
+
 @functools.cache
 def small_model():
     """The golden model's last linear and full layer of each group, with an epsilon that keeps float32 noise small."""
-    config = golden_model().config
+    config = model_with_head().config
     text = dataclasses.replace(
         config.text, num_hidden_layers=4, layer_types=("linear_attention", "full_attention") * 2, rms_norm_eps=1e-2
     )
     config = dataclasses.replace(config, text=text)
     graph = nnx.split(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0))))[0]
-    state = nnx.to_flat_state(nnx.split(golden_model())[1])
+    state = nnx.to_flat_state(nnx.split(model_with_head())[1])
     slots = {2: 0, 3: 1}
     kept = {
         (*path[:2], slots[path[2]], *path[3:]) if path[0] == "layers" else path: value
@@ -84,15 +106,20 @@ def loss_of(logits, labels):
 
 
 def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
-    """Loss over valid tokens, its gradient, and the local logits; by way of `shard_map` when there is a mesh."""
+    """Loss over valid tokens, its gradient, and all local logits; by way of `shard_map` when there is a mesh.
+
+    The loss has its share of a head of multi-token prediction and of the balance of experts, where there are any.
+    """
     graph, params = nnx.split(model)
     valid = max(int((np.asarray(batch["labels"]) >= 0).sum()), 1)
 
     def local(params, batch):
         model = nnx.merge(graph, params)
-        hidden, sums = model.outputs(batch, sharder, transport=transport)
-        logits = model.logits(hidden)
-        total = loss_of(logits, sharder.take_local(batch["labels"])) / valid
+        hidden, sums, later = model.outputs(batch, sharder, transport=transport, ahead=model.mtp is not None)
+        logits = [model.logits(hidden) for hidden in (hidden, *(ahead for ahead, _ in later))]
+        total = loss_of(logits[0], sharder.take_local(batch["labels"])) / valid
+        for own, (_, labels) in zip(logits[1:], later, strict=True):
+            total += WEIGHT * loss_of(own, labels) / valid
         if sums is not None:
             whole = sums if mesh is None else jax.lax.psum(sums, "cp")
             total += model.router_loss * balance_loss(sums, whole.chosen, whole.tokens)

@@ -64,8 +64,8 @@ def value_and_grads(graph, buffers, mesh=None, transport="ring"):
         def local(params, batch):
             model = nnx.merge(graph, params, buffers)
             options = {"transport": transport, "remat": "none"}  # which is quicker to compile
-            hidden = model(batch, sharder, **options)
-            heads = [(hidden, sharder.take_local(batch["labels"])), *model.ahead(hidden, batch, sharder, **options)]
+            hidden, _, later = model.outputs(batch, sharder, ahead=True, **options)
+            heads = [(hidden, sharder.take_local(batch["labels"])), *later]
             logits = [model.logits(hidden) for hidden, _ in heads]
             losses = [loss_of(own, labels) / valid for own, (_, labels) in zip(logits, heads, strict=True)]
             return losses if mesh is None else jax.lax.psum(losses, "cp"), logits

@@ -16,7 +16,7 @@ from cpjax.models.generate import generate, sample
 from cpjax.models.qwen3_5 import STREAMS, Media, Row, decode, prefill, prepare
 from cpjax.shard import Identity, make_batch
 
-from .qwen3_5_cases import FOLDER, golden, golden_model, golden_rows, small_model
+from .qwen3_5_cases import FOLDER, GOLDENS, golden, golden_model, golden_rows, small_model
 
 OPTIONS = {"xla_backend_optimization_level": 0}  # halves the compile time
 UNUSED = 95
@@ -39,13 +39,13 @@ def test_greedy_tokens_equal_those_of_transformers():
 def test_stops_are_those_of_transformers():
     torch = pytest.importorskip("torch", reason="torch, which generates the wanted tokens, is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from .make_goldens import qwen3_5_generated
+    from .make_goldens.qwen3_5 import generated
 
     stop = golden("generated")["tokens"][1][6].item()
     got = generate(golden_model(), golden_prompts(), 12, stop_tokens=[stop])
     torch.manual_seed(0)
     model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(FOLDER).float().eval()
-    assert got == qwen3_5_generated(model, stop=stop)
+    assert got == generated(GOLDENS, model, stop=stop)
     assert len({len(row) for row in got}) > 1
 
 

@@ -18,7 +18,7 @@ from cpjax.models.common.sharding import parameter_sharding
 from cpjax.models.qwen3_5 import STREAMS, Config, Qwen3_5, prepare
 from cpjax.shard import Identity, make_batch
 
-from .qwen3_5_cases import FOLDER, golden, golden_model, golden_rows
+from .qwen3_5_cases import FOLDER, golden, golden_model, golden_rows, write_with_head
 
 INDEX = "model.safetensors.index.json"
 
@@ -176,13 +176,55 @@ def test_a_tensor_of_integers(folder):
         from_pretrained(folder)
 
 
-def test_r64_extra_tensors_are_reported_but_not_the_mtp_head(folder, recwarn):
-    rewrite(folder, lambda held: held.update({"mtp.fc.weight": np.zeros(2, np.float32)}))
-    from_pretrained(folder)
-    assert not recwarn.list
-    rewrite(folder, lambda held: held.update({"other": np.zeros(2), "another": np.zeros(2)}))
-    with pytest.warns(UserWarning, match=r"another and 1 more"):
+def test_r64_extra_tensors_are_reported(folder):
+    """A head of multi-token prediction is one where config.json does not speak of it."""
+    rewrite(folder, lambda held: held.update({"other": np.zeros(2), "mtp.fc.weight": np.zeros(2, np.float32)}))
+    with pytest.warns(UserWarning, match=r"mtp.fc.weight and 1 more"):
         from_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_head_ahead(tmp_path, family, recwarn):
+    """It comes back bit by bit under its names; a folder that has lost it, as transformers saves, loads without."""
+    write_with_head(family, tmp_path)
+    model = from_pretrained(tmp_path)
+    assert model.config.text.mtp_num_hidden_layers == 1
+    save_pretrained(model, tmp_path / "out")
+    assert_same(tensors(tmp_path / "out"), tensors(tmp_path))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((tmp_path / "config.json").read_text())
+    rewrite(tmp_path, lambda held: [held.pop(name) for name in list(held) if name.startswith("mtp.")])
+    model = from_pretrained(tmp_path)
+    assert model.mtp is None and model.config.text.mtp_num_hidden_layers == 0 and not recwarn.list
+    save_pretrained(model, tmp_path / "out")
+    assert_same(tensors(tmp_path / "out"), tensors(tmp_path))
+    assert from_pretrained(tmp_path / "out").config == model.config
+
+
+def test_experts_of_the_head_in_another_layout(tmp_path):
+    """Each part is read from the layout that the folder has of it."""
+    write_with_head("qwen3_5_moe", tmp_path)
+    expected = tensors(tmp_path)
+
+    def stack(held):
+        stem = "mtp.layers.0.mlp.experts"
+        gate, up, down = (
+            np.stack([held.pop(f"{stem}.{i}.{part}_proj.weight") for i in range(8)]) for part in ("gate", "up", "down")
+        )
+        held |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
+
+    rewrite(tmp_path, stack)
+    assert_same(to_numpy(from_pretrained(tmp_path)), expected)
+
+
+def test_other_heads_ahead_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"mtp_num_hidden_layers": 2}, r"mtp_num_hidden_layers=2 is not supported: use 1, or 0"),
+        ({"mtp_use_dedicated_embeddings": True}, r"mtp_use_dedicated_embeddings=True is not supported"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"text_config": config["text_config"] | change}))
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -4])
@@ -284,7 +326,7 @@ def test_r66_transformers_opens_the_export(tmp_path, tied):
     case = golden("images")
     batch, sharder = make_batch(prepare(config, golden_rows(case, config)), Identity(), streams=STREAMS)
     ours = np.asarray(jax.jit(lambda batch: model.logits(model(batch, sharder)))(batch))
-    inputs = {k: torch.tensor(v) for k, v in case.items() if not k.startswith("grad") and k not in ("loss", "logits")}
+    inputs = {k: torch.tensor(v) for k, v in case.items() if not k.startswith(("grad", "loss", "logits", "mtp"))}
     with torch.no_grad():
         logits = theirs(**inputs, mm_token_type_ids=(inputs["input_ids"] == 90).int(), use_cache=False).logits.numpy()
     real = case["attention_mask"] == 1

@@ -25,7 +25,8 @@ CONFIG = Config(
         vocab_size=32, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=6,
         layer_types=("linear_attention", "linear_attention", "full_attention") * 2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8, pad_token_id=0, partial_rotary_factor=0.5, mrope_section=(2, 1, 1),
+        linear_value_head_dim=8, pad_token_id=0, mtp_num_hidden_layers=1, partial_rotary_factor=0.5,
+        mrope_section=(2, 1, 1),
     ),
     vision=VisionConfig(
         depth=1, hidden_size=8, intermediate_size=16, num_heads=1, in_channels=1, patch_size=2, out_hidden_size=HIDDEN,
@@ -74,8 +75,9 @@ def compiled(mesh, batch, sharder):
     def loss_and_gradients(params, batch, sharder, valid):
         def local(params, batch):
             model = nnx.merge(graph, params)
-            total = loss_of(model.logits(model(batch, sharder)), sharder.take_local(batch["labels"]))
-            return jax.lax.psum(total, "cp")
+            hidden, _, later = model.outputs(batch, sharder, ahead=True)
+            heads = [(hidden, sharder.take_local(batch["labels"])), *later]
+            return jax.lax.psum(sum(loss_of(model.logits(hidden), labels) for hidden, labels in heads), "cp")
 
         spec = jax.sharding.PartitionSpec()
         total = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"cp"})(params, batch)

@@ -8,7 +8,7 @@ from cpjax.models.common.qwen3_5.prepare import mrope_positions
 from cpjax.models.qwen3_5 import STREAMS, Media, prepare
 from cpjax.shard import Identity, make_batch
 
-from .qwen3_5_cases import golden, golden_model, golden_rows, value_and_grads
+from .qwen3_5_cases import WEIGHT, golden, golden_model, golden_rows, model_with_head, value_and_grads
 
 
 @pytest.mark.parametrize(
@@ -16,17 +16,23 @@ from .qwen3_5_cases import golden, golden_model, golden_rows, value_and_grads
     [*(("qwen3_5", name) for name in ("text", "images", "video")), ("qwen3_5_moe", "text"), ("qwen3_5_moe", "media")],
 )
 def test_logits_loss_and_every_gradient(family, name):
-    """The loss of the mixture of experts has the balance loss of its routers in it."""
-    case, model = golden(name, family), golden_model(family)
+    """The loss of the mixture of experts has the balance loss of its routers in it; two cases have a head ahead."""
+    case = golden(name, family)
+    headed = "loss_ahead" in case
+    model = model_with_head(family) if headed else golden_model(family)
     batch = prepare(model.config, golden_rows(case, model.config))
     real = case["attention_mask"] == 1
     np.testing.assert_array_equal(batch["position_ids"][:, real], case["position_ids"][:, real])
     batch, sharder = make_batch(batch, Identity(), streams=STREAMS)
 
     loss, grads, logits = value_and_grads(model, batch, sharder)
-    np.testing.assert_allclose(np.asarray(logits)[real], case["logits"][real], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(logits[0])[real], case["logits"][real], rtol=0, atol=1e-4)
     assert case["logits"][real].std() > 0.3
-    np.testing.assert_allclose(loss, case["loss"].item(), rtol=1e-6)
+    if headed:
+        told = np.pad(real, [(0, 0), (0, 1)])[:, 1:]  # there is a next token
+        np.testing.assert_allclose(np.asarray(logits[1])[told], case["logits_ahead"][told], rtol=0, atol=1e-4)
+        assert case["logits_ahead"][told].std() > 0.3
+    np.testing.assert_allclose(loss, case["loss"] + (WEIGHT * case["loss_ahead"] if headed else 0), rtol=1e-6)
     grads = to_hf_names(model, grads)
     expected = {key.removeprefix("grad."): value for key, value in case.items() if key.startswith("grad.")}
     unused = grads.keys() - expected.keys()

@@ -10,6 +10,7 @@ from flax import nnx
 from cpjax.mesh import make_mesh
 from cpjax.models.qwen3_5 import STREAMS, Config, Model, Row, TextConfig, VisionConfig, prepare
 from cpjax.shard import IGNORE, layout_from_name, make_batch
+from cpjax.train.ahead import ahead_weight
 from cpjax.train.config import OptimizerConfig
 from cpjax.train.lora import weight_table
 from cpjax.train.optimizer import make_optimizer, make_schedule
@@ -82,8 +83,9 @@ class Uncompiled:
         self.state = init_state(params, frozen, optimizer, self.mesh, average=ema > 0, scaled=compute == "float16")
         self.batch, self.sharder = batch or host_batch(cp)
         self.step = make_train_step(
-            graphdef, optimizer, schedule, self.mesh, accumulate=accumulate, ema=ema, dtype=compute, **forward or {}
-        )
+            graphdef, optimizer, schedule, self.mesh, accumulate=accumulate, ema=ema, dtype=compute,
+            ahead=ahead_weight(options, params), **forward or {},
+        )  # fmt: skip
 
 
 class Run:

@@ -1,5 +1,7 @@
 """Heads of multi-token prediction in the training step: their loss, and the gradients of both, are the dense ones."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -8,6 +10,8 @@ from flax import nnx
 from cpjax.mesh import make_mesh
 from cpjax.models.step3p7 import STREAMS
 from cpjax.shard import layout_from_name, make_batch
+from cpjax.train.ahead import ahead_weight, freeze_patterns
+from cpjax.train.config import OptimizerConfig
 from cpjax.train.step import init_state, make_train_step, place_batch, split_model
 from tests.models.step3p7_cases import WEIGHT, dense, documents, fresh_model, host_batch
 
@@ -31,3 +35,11 @@ def test_a_step_takes_the_dense_losses_and_gradients():
         path = tuple(int(part) if part.isdigit() else part for part in name.split("."))
         grad = expected["".join(f"[{part!r}]" for part in path) + ".value"]
         assert np.abs(value - np.asarray(state.params[name]) - grad).max() < 1e-11 * np.abs(grad).max(), name
+
+
+def test_heads_whose_loss_does_not_count_are_frozen():
+    paths, some = ["mtp.fc.kernel", "norm.weight"], OptimizerConfig(freeze=["visual"], ahead=0.2)
+    none = dataclasses.replace(some, ahead=0.0)
+    assert ahead_weight(some, paths) == 0.2 and freeze_patterns(some, paths) == ["visual"]
+    assert ahead_weight(none, paths) == 0 and freeze_patterns(none, paths) == ["visual", r"^mtp\."]
+    assert ahead_weight(some, paths[1:]) == 0 and freeze_patterns(none, paths[1:]) == ["visual"]

@@ -91,7 +91,8 @@ def test_a_permute_that_drops_what_it_carries_is_named(folder, capsys, monkeypat
 
 
 def test_gradients_come_in_the_order_of_the_forward_pass():
-    small = reduced(Model(vision=dataclasses.replace(VisionConfig(), out_hidden_size=4096)))
+    text, vision = TextConfig(mtp_num_hidden_layers=1), dataclasses.replace(VisionConfig(), out_hidden_size=4096)
+    small = reduced(Model(text, vision))
     shapes = {
         weight.path: jax.numpy.ones((len(weight.names), 2, 2) if weight.stacked else (2, 2))
         for weight in weights(small)
@@ -103,7 +104,7 @@ def test_gradients_come_in_the_order_of_the_forward_pass():
         "model.visual.merger.linear_fc2.weight", "model.language_model.embed_tokens.weight",
         "model.language_model.layers.0.input_layernorm.weight", "model.language_model.layers.0.linear_attn.A_log",
         "model.language_model.layers.0.mlp.down_proj.weight", "model.language_model.layers.3.self_attn.q_proj.weight",
-        "model.language_model.norm.weight", "lm_head.weight",
+        "model.language_model.norm.weight", "mtp.fc.weight", "mtp.layers.0.mlp.down_proj.weight", "lm_head.weight",
     ]  # fmt: skip
     places = [names.index(name) for name in wanted]
     assert places == sorted(places) and names[-1] == "lm_head.weight" and len(names) == len(set(names))

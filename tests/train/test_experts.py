@@ -1,6 +1,6 @@
 """Steps of a model with experts are the same on every mesh, in any microbatches and however its experts are split.
 
-Its balance loss is included.
+Its balance loss is included, and the loss of the head of multi-token prediction, which has experts of its own.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ SPARSE = ModelConfig(
         **{
             field.name: getattr(MODEL.text, field.name)
             for field in dataclasses.fields(MODEL.text)
-            if field.name != "intermediate_size"
+            if field.name not in ("intermediate_size", "mtp_num_hidden_layers")
         },
         moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=4, num_experts_per_tok=2,
-        output_router_logits=True, router_aux_loss_coef=0.5,
+        output_router_logits=True, router_aux_loss_coef=0.5, mtp_num_hidden_layers=1,
     ),
     vision=MODEL.vision, image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4,
 )  # fmt: skip
@@ -38,7 +38,7 @@ def start(text=SPARSE.text, ep=1, **options):
     with jax.enable_x64(True):
         model = Model(dataclasses.replace(SPARSE, text=text), rngs=nnx.Rngs(0), dtype=jnp.float64)
         share_experts(model, ep)
-        return Run(model=model, dtype="float64", name="sgd", momentum=0.0, weight_decay=0.0, **options)
+        return Run(model=model, dtype="float64", name="sgd", momentum=0.0, weight_decay=0.0, ahead=0.5, **options)
 
 
 def test_ten_steps():
@@ -48,8 +48,9 @@ def test_ten_steps():
     parts = start(silent, cp=4, fsdp=2, ep=2, accumulate=2, forward={"router_loss": SPARSE.text.router_loss})
     before = {name: np.asarray(array) for name, array in whole.state.params.items()}
     metrics, found = whole(), parts()
-    assert metrics["balance"] > SPARSE.text.num_experts_per_tok and metrics["loss"] > 0.5 * metrics["balance"] + 1
-    for name in ("loss", "balance", "grad_norm", "accuracy", "tokens"):
+    assert metrics["balance"] > SPARSE.text.num_experts_per_tok and metrics["loss_ahead"] > 1
+    assert metrics["loss"] > 0.5 * (metrics["balance"] + metrics["loss_ahead"]) + 1
+    for name in ("loss", "balance", "loss_ahead", "grad_norm", "accuracy", "tokens"):
         np.testing.assert_allclose(found[name], metrics[name], rtol=1e-7, err_msg=name)  # metrics are float32
     for name, value in whole.state.params.items():
         largest = np.abs(np.asarray(value) - before[name]).max()

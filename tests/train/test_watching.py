@@ -1,5 +1,6 @@
 """What a run tells while it trains: speed and its share of the peak, lines, TensorBoard, wandb and traces."""
 
+import dataclasses
 import sys
 import types
 
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from cpjax.models.qwen3_5 import Model, Row, forward_flops, patchify, prepare
+from cpjax.train.ahead import without_heads
 from cpjax.train.config import Config, RunConfig, parse_config
 from cpjax.train.logs import Logs, Trace, check_packages
 from cpjax.train.metrics import read_metrics
@@ -30,19 +32,23 @@ def make_batch():
     )
 
 
-def test_flops_are_those_of_every_matrix_and_pair():
+@pytest.mark.parametrize("heads", [0, 1])
+def test_flops_are_those_of_every_matrix_and_pair(heads):
     """Twice the numbers in the matrices, from the model itself, and by hand what is no matrix."""
-    params = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Model(MODEL, rngs=nnx.Rngs(0))), nnx.Param))
+    config = dataclasses.replace(MODEL, text=dataclasses.replace(MODEL.text, mtp_num_hidden_layers=heads))
+    params = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0))), nnx.Param))
     sizes = {".".join(map(str, path)): np.prod(leaf.get_value().shape) for path, leaf in params}
     matrices = {name: size for name, size in sizes.items() if name.endswith(("kernel", "conv1d"))}
     merger = sum(size for name, size in matrices.items() if name.startswith("visual.linear_fc"))
     tower = sum(size for name, size in matrices.items() if name.startswith("visual")) - merger
     text = sum(matrices.values()) - merger - tower
-    wanted = 2 * (14 * text + 4 * tower + 1 * merger)
+    wanted = 2 * (14 * (text + heads * matrices["lm_head.kernel"]) + 4 * tower + 1 * merger)
     wanted += 14 * 2 * 3 * 2 * 8 * 8  # the state of two heads: read, written, and read by the query
-    wanted += (21 + 6 + 15) * 2 * 2 * 2 * 16  # causal pairs of documents of 6, 3 and 5: scores and values of two heads
+    pairs = 21 + 6 + 15  # causal, of documents of 6, 3 and 5
+    wanted += (1 + heads) * pairs * 2 * 2 * 2 * 16  # scores and values of two heads
     wanted += 4 * 4 * 2 * 2 * 8  # a frame's pairs, in a tower of width 8
-    assert forward_flops(MODEL, make_batch()) == wanted
+    assert forward_flops(config, make_batch()) == wanted
+    assert forward_flops(without_heads(config), make_batch()) == forward_flops(MODEL, make_batch())
 
 
 def device(kind, **stats):

@@ -29,6 +29,7 @@ class TextConfig:
     linear_conv_kernel_dim: int = 4
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = None
+    mtp_num_hidden_layers: int = 0
     layer_types: tuple[str, ...] | None = None  # default: every fourth layer is full attention
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 0.25
@@ -38,7 +39,12 @@ class TextConfig:
         if self.layer_types is None:
             types = tuple(LINEAR if (i + 1) % 4 else FULL for i in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", types)
-        positive(self, "text_config")
+        positive(self, "text_config", ("mtp_num_hidden_layers",))
+        if self.mtp_num_hidden_layers > 1:
+            raise ValueError(
+                f"text_config.mtp_num_hidden_layers={self.mtp_num_hidden_layers} is not supported: use 1, or 0 to "
+                "leave out the head of multi-token prediction"
+            )
         unknown = sorted(set(self.types) - {LINEAR, FULL})
         if unknown or len(self.types) != self.num_hidden_layers:
             raise ValueError(
@@ -175,7 +181,8 @@ class Config:
         if rope.get("rope_type", "default") != "default":
             raise ValueError(f"rope_type={rope['rope_type']!r} is not supported: only 'default' is")
         text.update({key: rope[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in rope})
-        for key, needed in (("hidden_act", "silu"), ("attention_bias", False), ("attention_dropout", 0)):
+        for key, needed in (("hidden_act", "silu"), ("attention_bias", False), ("attention_dropout", 0),
+                            ("mtp_use_dedicated_embeddings", False)):  # fmt: skip
             if text.get(key, needed) != needed:
                 raise ValueError(f"text_config.{key}={text[key]!r} is not supported: only {needed!r} is")
         if text.get("layer_types") is None and "full_attention_interval" in text:

@@ -14,14 +14,14 @@ def forward_flops(config: Config, batch: Mapping[str, np.ndarray]) -> float:
 
     Counted are products with weights on tokens and patches that are no pads, attention on pairs that may see each
     other (half of a document's, all of a frame's), and the delta rule token by token; not what an implementation
-    does beyond that, nor norms and activations.
+    does beyond that, nor norms and activations. A head of multi-token prediction counts as if it were trained.
     """
     text, vision = config.text, config.vision
     documents = _lengths(batch["document_ids"])
-    full = text.types.count(FULL)
-    linear = text.num_hidden_layers - full
-    per_token = full * _full(text) + linear * _linear(text) + text.hidden_size * text.vocab_size
-    per_token += text.num_hidden_layers * text.mlp_products
+    ahead = text.mtp_num_hidden_layers
+    full, layers = text.types.count(FULL) + ahead, text.num_hidden_layers + ahead
+    per_token = full * _full(text) + (layers - full) * _linear(text) + layers * text.mlp_products
+    per_token += text.hidden_size * ((1 + ahead) * text.vocab_size + ahead * 2 * text.hidden_size)
     pairs = (documents * (documents + 1)).sum() / 2
     flops = 2 * per_token * documents.sum() + 4 * full * text.num_attention_heads * text.head_dim * pairs
     if "vision_segment_ids" in batch:

@@ -25,10 +25,11 @@ from cpjax.models.common.layers import (
     splice,
     stack_layers,
 )
-from cpjax.models.common.qwen3_5.config import LINEAR, TextConfig
+from cpjax.models.common.qwen3_5.config import FULL, LINEAR, TextConfig
 from cpjax.models.common.qwen3_5.vision import Vision
 from cpjax.recurrence import causal_conv, gated_delta_rule
-from cpjax.shard import Sharder, convert
+from cpjax.sequence import shift
+from cpjax.shard import IGNORE, Sharder, convert
 
 RESIDUAL_SCALE = 0.1
 """Fresh layers write to the residual stream at a tenth of its scale: at the start a token is mostly itself."""
@@ -230,6 +231,26 @@ class LayerGroup(nnx.Module):
         return x, total
 
 
+class Ahead(nnx.Module):
+    """The head of multi-token prediction (arXiv 2412.19437, section 2.2): one more layer, which is told the next token.
+
+    What its router does, if it has one, is no part of the balance loss.
+    """
+
+    def __init__(self, config: TextConfig, mlp: Callable[..., Any], *, dtype: Any, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = RMSNorm(size, eps, zero_centered=True, dtype=dtype)
+        self.pre_fc_norm_hidden = RMSNorm(size, eps, zero_centered=True, dtype=dtype)
+        self.fc = Linear(2 * size, size, dtype=dtype, rngs=rngs)
+        self.layer = DecoderLayer(config, FULL, mlp, dtype=dtype, rngs=rngs)
+        self.norm = RMSNorm(size, eps, zero_centered=True, dtype=dtype)
+
+    def __call__(self, hidden: jax.Array, told: jax.Array, local: Local) -> jax.Array:
+        """Final hidden states, and what enters the layers of the next tokens, both [B, L, E] -> [B, L, E]."""
+        x = self.fc(jnp.concatenate([self.pre_fc_norm_embedding(told), self.pre_fc_norm_hidden(hidden)], axis=-1))
+        return self.norm(self.layer(x, local)[0])
+
+
 class VisionLanguageModel(nnx.Module):
     """The whole model; families say what an MLP is.
 
@@ -258,6 +279,11 @@ class VisionLanguageModel(nnx.Module):
         self.lm_head = (
             None if config.tie_word_embeddings else Linear(text.hidden_size, text.vocab_size, dtype=dtype, rngs=rngs)
         )
+
+        def ahead(rngs: nnx.Rngs) -> Ahead:
+            return Ahead(text, type(self).mlp, dtype=dtype, rngs=rngs)
+
+        self.mtp = stack_layers(ahead, 1, rngs) if text.mtp_num_hidden_layers else None
 
     def __call__(
         self,
@@ -295,15 +321,36 @@ class VisionLanguageModel(nnx.Module):
         kernel: str = "auto",
         dtype: Any = None,
         remat: Remat = "layer",
-    ) -> tuple[jax.Array, RouterSums | None]:
-        """The same, and what the routers did with this rank's tokens, if there are any."""
-        hidden = self.embed(batch, sharder, dtype, remat, kernel)
+        ahead: bool = False,
+    ) -> tuple[jax.Array, RouterSums | None, list[tuple[jax.Array, jax.Array]]]:
+        """The same, what the routers did with this rank's tokens, if there are any, and what lies further ahead.
+
+        Args:
+            ahead: whether to apply the head of multi-token prediction, which predicts the token after the next one. It
+                is told of the next one what enters the layers there, so that of an image it sees what they see, and
+                keeps the token's own position: both as where released heads are put to use (vLLM, SGLang).
+
+        Returns:
+            Final hidden states [B, L, E], the sums, and of the head final hidden states and labels [B, L]; these are
+            -100 where the token after the next one is not of the token's own document.
+        """
+        whole = self.embed_whole(batch, sharder, dtype, remat, kernel)
+        hidden = sharder.take_local(whole)
         local = self.local(batch, sharder, hidden.dtype, transport, kernel)
         runs = local
         if not sharder.layout.runs:
             runs = self.local(batch, sharder.contiguous(), hidden.dtype, transport, kernel)
         hidden, sums = scan_layers(self.layers, (hidden, self.no_sums(hidden)), local, runs, remat=remat)
-        return self.norm(hidden), sums
+        hidden = self.norm(hidden)
+        if not ahead:
+            return hidden, sums, []
+        places = jnp.broadcast_to(jnp.arange(whole.shape[1]), whole.shape[:2])
+        following, labels = (
+            shift(sharder.take_local(stream), 1, sharder=sharder, fill=fill, document_ids=local.document_ids)
+            for stream, fill in ((places, 0), (batch["labels"], IGNORE))
+        )
+        told = jnp.take_along_axis(whole, following[..., None], axis=1, mode="clip")
+        return hidden, sums, [(scan_layers(self.mtp, hidden, told, local, remat=remat), labels)]
 
     def no_sums(self, hidden: jax.Array) -> RouterSums | None:
         """The sums before the first layer, if layers have routers."""
@@ -323,12 +370,18 @@ class VisionLanguageModel(nnx.Module):
             dtype: of the result, and with it of all that follows; None: that of the parameters.
             remat, kernel: of the vision tower.
         """
+        return sharder.take_local(self.embed_whole(batch, sharder, dtype, remat, kernel))
+
+    def embed_whole(
+        self, batch: Mapping[str, jax.Array], sharder: Sharder, dtype: Any, remat: Remat, kernel: str
+    ) -> jax.Array:
+        """The same of all tokens, [B, T, E]."""
         table = self.embed_tokens[...]
         hidden = table[batch["input_ids"]].astype(dtype or table.dtype)
         if "pixel_values" in batch:
             features = self.visual(batch, hidden.dtype, remat, kernel)
             hidden = splice(hidden, features, batch["vision_index"], sharder)
-        return sharder.take_local(hidden)
+        return hidden
 
     def local(
         self,

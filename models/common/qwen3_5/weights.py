@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 
 from cpjax.models.common.checkpoint import Weight
 from cpjax.models.common.qwen3_5.config import LINEAR, Config
 
-DROPPED = r"mtp\.|lm_head\.weight$"
-"""Tensors that are ignored on load: the multi-token prediction head, and the head of a tied model."""
+DROPPED = r"lm_head\.weight$"
+"""Tensors that are ignored on load: the head of a tied model."""
 
 _MODEL = {
     "embed_tokens": "model.language_model.embed_tokens.weight",
@@ -46,6 +47,14 @@ _FULL_LAYER = {
     "mixer.o_proj.kernel": "self_attn.o_proj.weight",
     "mixer.q_norm.weight": "self_attn.q_norm.weight",
     "mixer.k_norm.weight": "self_attn.k_norm.weight",
+}
+
+# Below mtp, on both sides.
+_AHEAD = {
+    "pre_fc_norm_embedding.weight": "pre_fc_norm_embedding.weight",
+    "pre_fc_norm_hidden.weight": "pre_fc_norm_hidden.weight",
+    "fc.kernel": "fc.weight",
+    "norm.weight": "norm.weight",
 }
 
 # Below visual.blocks and model.visual.blocks.{layer}.
@@ -95,8 +104,22 @@ def table(config: Config, mlp: Mapping[str, str]) -> list[Weight]:
             row(f"layers.slots.{slot}.", path, tuple(f"model.language_model.layers.{i}.{name}" for i in layers), 1)
             for path, name in names.items()
         ]
+    if text.mtp_num_hidden_layers:
+        layer = {**_BEFORE_MIXER, **_FULL_LAYER, **_AFTER_MIXER, **mlp}
+        names = {**_AHEAD, **{f"layer.{path}": f"layers.0.{name}" for path, name in layer.items()}}
+        rows += [row("mtp.", path, (f"mtp.{name}",), 1) for path, name in names.items()]
     rows += [
         row("visual.blocks.", path, tuple(f"model.visual.blocks.{i}.{name}" for i in range(vision.depth)), 1)
         for path, name in _VISION_BLOCK.items()
     ]
     return rows
+
+
+def without_absent(config: Config, names: Iterable[str]) -> Config:
+    """The configuration without the head of multi-token prediction if none of these tensors is the head's.
+
+    transformers drops them when it saves, and leaves the configuration as it was.
+    """
+    if not config.text.mtp_num_hidden_layers or any(name.startswith("mtp.") for name in names):
+        return config
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, mtp_num_hidden_layers=0))

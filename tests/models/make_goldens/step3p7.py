@@ -1,4 +1,4 @@
-"""The golden files of Step 3.7, see `make_goldens`: a folder as the checkpoints are released, and cases."""
+"""Step 3.7: a folder as the checkpoints are released, with heads of multi-token prediction, and a case."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import copy
 import json
 import pathlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import transformers
-from PIL import Image
 from safetensors.numpy import load_file, save_file
 from transformers.modeling_layers import MtpModel
-from transformers.models.step3p7.image_processing_step3p7 import Step3p7ImageProcessor
 
-from tests.models.pictures import PICTURES, picture
+from tests.models.make_goldens.spread import spread
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
 PAD, IMAGE = 1, 90
 FULL, SLIDING = "full_attention", "sliding_attention"
 WEIGHT = 0.3
@@ -56,7 +53,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def step3p7(spread: Callable[[torch.nn.Module, int], None]) -> None:
+def step3p7(root: pathlib.Path) -> None:
     """Writes the folder and the cases."""
     config = transformers.Step3p7Config.from_dict(copy.deepcopy(CONFIG))
     config._attn_implementation = "eager"
@@ -74,7 +71,7 @@ def step3p7(spread: Callable[[torch.nn.Module, int], None]) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-    folder = GOLDENS / "step3p7"
+    folder = root / "step3p7"
     folder.mkdir(exist_ok=True)
     save_file(named(model, heads), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
@@ -93,7 +90,7 @@ def step3p7(spread: Callable[[torch.nn.Module, int], None]) -> None:
         [IMAGE] * 5 + text(2) + image(2) + text(5) + image(0)[:5],
         text(14),
     ]
-    case(model, heads, rows, crops=[3, 0, 1, 2, 0])
+    case(root, model, heads, rows, crops=[3, 0, 1, 2, 0])
 
 
 def named(model: torch.nn.Module, heads: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -108,7 +105,7 @@ def named(model: torch.nn.Module, heads: torch.nn.Module) -> dict[str, np.ndarra
     return out
 
 
-def case(model, heads, rows: list[list[int]], crops: Sequence[int]) -> None:
+def case(root: pathlib.Path, model, heads, rows: list[list[int]], crops: Sequence[int]) -> None:
     """Runs one batch and writes it down."""
     rng = np.random.default_rng(3)
     length = max(map(len, rows))
@@ -145,7 +142,7 @@ def case(model, heads, rows: list[list[int]], crops: Sequence[int]) -> None:
             for parameter, held in zip(module.parameters(), holder.parameters(), strict=True):
                 held.copy_(parameter.grad)
     arrays |= {f"grad.{k}": v for k, v in named(*gradients).items() if not k.endswith("router_bias")}
-    save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, GOLDENS / "step3p7-images.safetensors")
+    save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, root / "step3p7-images.safetensors")
 
 
 def generated(model, inputs: dict[str, torch.Tensor], crops: Sequence[int], count: int = 8) -> np.ndarray:
@@ -197,31 +194,3 @@ def losses_ahead(
             total = total + WEIGHT / 2 * lost
             all_logits[depth - 1, row, :kept] = logits
     return total, all_logits
-
-
-def step3p7_processing() -> None:
-    """Views of some pictures as levels 0 .. 255, and how many crops images of many sizes have as released."""
-    images = Step3p7ImageProcessor(
-        size={"height": 16, "width": 16}, patch_size=8, max_image_size=100, vision_patch_size=2, downsampler_stride=4
-    )
-    images.save_pretrained(GOLDENS / "step3p7")
-    mean, std = (np.array(values)[:, None, None] for values in (images.image_mean, images.image_std))
-
-    def levels(pixels: np.ndarray) -> np.ndarray:
-        return np.moveaxis(np.rint(255 * (pixels * std + mean)).astype(np.uint8), 1, -1)
-
-    arrays = {}
-    for name, size in {**PICTURES, "strip": (9, 60)}.items():
-        out = images(Image.fromarray(picture(*size)), return_tensors="np")
-        crops = np.asarray(out.get("pixel_values_local", np.zeros((0, 3, 8, 8))))
-        arrays |= {f"{name}.whole": levels(out["pixel_values"])[0], f"{name}.crops": levels(crops)}
-    rng = np.random.default_rng(4)
-    sizes = np.concatenate([rng.integers(9, 4000, (60, 2)), rng.integers(9, 800, (60, 2)), [[20, 300], [300, 20]]])
-    released = Step3p7ImageProcessor()
-    arrays |= {
-        "sizes": sizes,
-        "sizes.crops": np.array([released.get_number_of_image_patches(int(h), int(w)) for h, w in sizes]),
-    }
-    save_file(
-        {key: np.ascontiguousarray(value) for key, value in arrays.items()}, GOLDENS / "step3p7-processing.safetensors"
-    )
