@@ -93,7 +93,7 @@ def test_the_batch_holds_the_hard_cases():
         (small_model, "contiguous", 8, "ring"),
         (small_model, "zigzag", 8, "allgather"),
         (sparse_model, "zigzag", 2, "allgather"),
-        (sparse_model, "zigzag", 4, "ring_ulysses:2"),
+        (sparse_model, "zigzag", 4, "ring"),
         (sparse_model, "contiguous", 8, "ring"),
     ],
 )
