@@ -87,13 +87,13 @@ def test_the_batch_holds_the_hard_cases():
 @pytest.mark.parametrize(
     ("model", "name", "cp", "transport"),
     [
-        (small_model, "contiguous", 2, "ulysses"),
+        (small_model, "contiguous", 2, "ring"),
         (small_model, "zigzag", 4, "ring"),
         (small_model, "contiguous", 4, "allgather"),
         (small_model, "contiguous", 8, "ring"),
         (small_model, "zigzag", 8, "allgather"),
         (sparse_model, "zigzag", 2, "allgather"),
-        (sparse_model, "zigzag", 4, "ring_ulysses:2"),
+        (sparse_model, "zigzag", 4, "ring"),
         (sparse_model, "contiguous", 8, "ring"),
     ],
 )
