@@ -87,8 +87,8 @@ class MeshConfig:
     It sends the most of all: for devices that share a fast link, and models whose layers do not fit otherwise."""
     layout: Literal["zigzag", "contiguous", "striped", "packed"] = "zigzag"
     """Which tokens a device owns: zigzag balances causal attention over a row; packed over every document by itself,
-    all in one row, so that dp and fsdp must be 1; striped deals tokens out in turn; contiguous is one run. Under packed
-    and striped, tokens change places before and after linear attention."""
+    and makes one row of all that a device computes at a time; striped deals tokens out in turn; contiguous is one run.
+    Under packed and striped, tokens change places before and after linear attention."""
     transport: Literal["ring", "allgather", "ulysses", "ring_ulysses", "auto"] = "ring"
     """How keys and values reach the other devices: passed round a ring, gathered at once, exchanged for heads (which cp
     must divide), or both; auto takes the least expensive one."""
@@ -291,17 +291,10 @@ class Config:
         for name in ("optimizer.decay", "optimizer.final", "distill.ratio"):
             self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")
         self._check("optimizer.betas", all(0 <= beta < 1 for beta in self.optimizer.betas), "two numbers in [0, 1)")
-        rows = self.mesh.dp * self.mesh.fsdp * self.run.accumulate
-        self._check(
-            "mesh.layout",
-            self.mesh.layout != "packed" or rows == 1,
-            f"zigzag, contiguous or striped with mesh.dp x mesh.fsdp x run.accumulate {rows}, as packed documents are "
-            "a single row",
-        )
         self._check(
             "run.batch_size",
-            self.run.batch_size % rows == 0,
-            f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {rows}",
+            self.run.batch_size % self.parts == 0,
+            f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {self.parts}",
         )
         self.run.profiled(0)
         if self.records.files and not self.model.path:
@@ -312,6 +305,11 @@ class Config:
             raise ValueError(f"--lora.rank is {self.lora.rank}: adapters need --model.path, the model that they adapt")
         if self.lora.path and not self.lora.rank:
             raise ValueError(f"--lora.path is {self.lora.path}: give --lora.rank too, the rank of that adapter")
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the rows of a step are computed, on other devices or one after another."""
+        return self.mesh.dp * self.mesh.fsdp * self.run.accumulate
 
     def _get(self, name: str) -> Any:
         section, field = name.split(".")

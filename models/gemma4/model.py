@@ -281,8 +281,8 @@ class Gemma4(nnx.Module):
 
         Args:
             batch: input_ids, padding_mask, document_ids, position_ids [B, T] and, with images, video or sound, the
-                streams of these, whose index and group ids are [B, T] (see `prepare`). Where the sharder flattened the
-                rows, the token streams are one row [1, T], and those of media are still those of the rows.
+                streams of these, whose index and group ids are [B, T] (see `prepare`). Where the sharder flattened
+                rows, the token streams have fewer of them, and those of media are still those of all.
             sharder: layout and lengths.
             transport, kernel: of attention, see `cpjax.attention.attention`.
             dtype: of activations and matrix products; None: that of the token embeddings.
@@ -410,7 +410,7 @@ def _splice(hidden: jax.Array, features: jax.Array, index: jax.Array, sharder: S
     if sharder.rows > 1:
         row = sharder.sources() // (sharder.length // sharder.rows)
         index = jnp.where(index < 0, -1, index + row * features.shape[1])
-        features = features.reshape(1, -1, features.shape[2])
+        features = features.reshape(len(index), -1, features.shape[2])
     index = index[..., None]
     spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
     return jnp.where(index >= 0, spliced, hidden)

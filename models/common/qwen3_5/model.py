@@ -275,8 +275,8 @@ class VisionLanguageModel(nnx.Module):
 
         Args:
             batch: input_ids, padding_mask, document_ids [B, T], position_ids [3, B, T] and, with images or video, the
-                vision streams and vision_index [B, T] (see `prepare`). Where the sharder flattened the rows, the
-                token streams are one row [1, T], and the vision streams are still those of the rows.
+                vision streams and vision_index [B, T] (see `prepare`). Where the sharder flattened rows, the token
+                streams have fewer of them, and the vision streams are still those of all.
             sharder: layout and lengths. Under a layout that holds no runs (striped, packed, dispatched), linear layers
                 work in contiguous order, see `LayerGroup`.
             transport, kernel: of attention, see `cpjax.attention.attention`.
@@ -330,7 +330,7 @@ class VisionLanguageModel(nnx.Module):
             if sharder.rows > 1:
                 row = sharder.sources() // (sharder.length // sharder.rows)
                 index = jnp.where(index < 0, -1, index + row * features.shape[1])
-                features = features.reshape(1, -1, features.shape[2])
+                features = features.reshape(len(index), -1, features.shape[2])
             index = index[..., None]
             spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
             hidden = jnp.where(index >= 0, spliced, hidden)
