@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,13 +19,14 @@ from cpjax.mesh import AXES, make_mesh
 from cpjax.models import family
 from cpjax.models.common.checkpoint import Weight
 from cpjax.models.common.experts import share_experts
-from cpjax.models.common.sharding import check_ep, tree_shardings
+from cpjax.models.common.sharding import check_ep, to_host
 from cpjax.shard import IGNORE, layout_from_name
 from cpjax.train.ahead import ahead_weight
 from cpjax.train.config import Config, LoraConfig
 from cpjax.train.lora import add_adapters, weight_table
+from cpjax.train.processes import is_first, meet, together
 from cpjax.train.report import by_part
-from cpjax.train.step import Arrays, Teacher, init_state, make_train_step, place_batch, split_model
+from cpjax.train.step import Arrays, Teacher, init_state, make_train_step, place_arrays, place_batch, split_model
 from cpjax.train.task import check_synthetic, host_batch, read_model_config
 
 LOSS, GRADIENT = 1e-6, 1e-5
@@ -53,10 +55,11 @@ def check(config: Config) -> int:
     Raises:
         ValueError: options that do not fit each other or the devices.
     """
-    say = Console(highlight=False, soft_wrap=True).print
-    model_config = read_model_config(config)
-    check_synthetic(model_config, "--check")
-    check_ep(model_config, config.mesh.ep, config.mesh.cp, "the model")
+    say = Console(highlight=False, soft_wrap=True, quiet=not is_first()).print
+    with together():
+        model_config = read_model_config(config)
+        check_synthetic(model_config, "--check")
+        check_ep(model_config, config.mesh.ep, config.mesh.cp, "the model")
     small = family(model_config.model_type).reduced(model_config)
     rows = make_rows(config, small)
     axes = {name: getattr(config.mesh, name) for name in AXES}
@@ -91,11 +94,10 @@ def check(config: Config) -> int:
 def make_rows(config: Config, small: Any) -> list[Any]:
     """The fewest rows, at least two, that the mesh and the microbatches can split."""
     module, rng = family(small.model_type), np.random.default_rng(config.run.seed)
-    parts = config.mesh.dp * config.mesh.fsdp * config.run.accumulate
     length = max(16 * config.mesh.cp, 48) + 5
     patches = PATCHES if config.records.patches or not config.records.files else 0
     rows = []
-    for number in range(max(parts, 2)):
+    for number in range(max(config.parts, 2)):
         row = module.synthetic_row(small, length - 3 * (number % 4), patches, rng, documents=2)
         if number in (1, 2):
             labels = np.array(row.labels)
@@ -108,24 +110,31 @@ def make_rows(config: Config, small: Any) -> list[Any]:
 def gradients(
     config: Config, small: Any, rows: Sequence[Any], axes: Mapping[str, int], accumulate: int
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss, and the gradients by Hugging Face name, in the order of the forward pass."""
-    mesh = make_mesh(*axes.values())
+    """The loss, and the gradients by Hugging Face name, in the order of the forward pass.
+
+    Several processes compute what takes a single device each by itself.
+    """
+    mesh = make_mesh(*axes.values(), devices=jax.local_devices() if math.prod(axes.values()) == 1 else None)
+    if mesh.size > 1:
+        meet(mesh)
     layout = layout_from_name(config.mesh.layout, mesh.shape["cp"])
     patches = sum(len(media.patches) for media in rows[0].media)
-    batch, sharder = host_batch(small, rows, layout, len(rows[0].input_ids), patches)
+    parts = axes["dp"] * axes["fsdp"] * accumulate
+    batch, sharder = host_batch(small, rows, layout, len(rows[0].input_ids), patches, parts)
     table, graphdef, params, frozen = random_model(config.lora, small, config.mesh.ep, seed=0)
     teacher = None
     if config.distill.teacher:
         _, structure, arrays, buffers = random_model(LoraConfig(), small, config.mesh.ep, seed=1)
-        arrays = jax.device_put(arrays | buffers, tree_shardings(mesh, arrays | buffers))
-        teacher = Teacher(arrays, structure, config.distill.ratio, config.distill.temperature)
+        teacher = Teacher(
+            place_arrays(arrays | buffers, mesh), structure, config.distill.ratio, config.distill.temperature
+        )
     step = make_train_step(
         graphdef, KEEP, lambda step: 1.0, mesh, accumulate=accumulate,
         ahead=ahead_weight(config.optimizer, params | frozen), transport=config.mesh.transport,
         kernel=config.mesh.kernel, remat=config.model.remat,
     )  # fmt: skip
     state, metrics = step(init_state(params, frozen, KEEP, mesh), place_batch(batch, mesh), sharder, teacher)
-    return float(metrics["loss"]), named_in_order(state.opt_state, table)
+    return float(metrics["loss"]), named_in_order({name: to_host(x) for name, x in state.opt_state.items()}, table)
 
 
 def random_model(lora: LoraConfig, small: Any, ep: int, seed: int) -> tuple[list[Weight], nnx.GraphDef, Arrays, Arrays]:
@@ -140,13 +149,13 @@ def random_model(lora: LoraConfig, small: Any, ep: int, seed: int) -> tuple[list
     return weight_table(model), graphdef, params, frozen
 
 
-def named_in_order(grads: Arrays, table: Sequence[Weight]) -> dict[str, np.ndarray]:
+def named_in_order(grads: Mapping[str, Any], table: Sequence[Weight]) -> dict[str, np.ndarray]:
     """By Hugging Face name, tower first and head last, layer by layer."""
     weights = {weight.path: weight for weight in table}
     named: dict[str, np.ndarray] = {}
     order = {path: grads[path] for path in weights if path in grads}
     for part in by_part(order, {path: weight.names for path, weight in weights.items()}).values():
-        pairs = [pair for path, value in part.items() for pair in weights[path].to_disk(np.asarray(value))]
+        pairs = [pair for path, value in part.items() for pair in weights[path].to_disk(value)]
         named |= dict(sorted(pairs, key=lambda pair: _layer(pair[0])))
     return named
 

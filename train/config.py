@@ -90,8 +90,8 @@ class MeshConfig:
     gathers 1/ep of them, and tokens travel instead. It takes no devices of its own."""
     layout: Literal["zigzag", "contiguous", "striped", "packed"] = "zigzag"
     """Which tokens a device owns: zigzag balances causal attention over a row; packed over every document by itself,
-    all in one row, so that dp and fsdp must be 1; striped deals tokens out in turn; contiguous is one run. Under packed
-    and striped, tokens change places before and after linear attention."""
+    and makes one row of all that a device computes at a time; striped deals tokens out in turn; contiguous is one run.
+    Under packed and striped, tokens change places before and after linear attention."""
     transport: Literal["ring", "allgather", "ulysses", "ring_ulysses", "auto"] = "ring"
     """How keys and values reach the other devices: passed round a ring, gathered at once, exchanged for heads (which cp
     must divide), or both; auto takes the least expensive one."""
@@ -304,17 +304,10 @@ class Config:
             self._check(name, 0 <= self._get(name) <= 1, "in [0, 1]")
         self._check("optimizer.betas", all(0 <= beta < 1 for beta in self.optimizer.betas), "two numbers in [0, 1)")
         self._check("mesh.ep", self.mesh.cp % self.mesh.ep == 0, f"a divisor of mesh.cp, which is {self.mesh.cp}")
-        rows = self.mesh.dp * self.mesh.fsdp * self.run.accumulate
-        self._check(
-            "mesh.layout",
-            self.mesh.layout != "packed" or rows == 1,
-            f"zigzag, contiguous or striped with mesh.dp x mesh.fsdp x run.accumulate {rows}, as packed documents are "
-            "a single row",
-        )
         self._check(
             "run.batch_size",
-            self.run.batch_size % rows == 0,
-            f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {rows}",
+            self.run.batch_size % self.parts == 0,
+            f"a multiple of mesh.dp x mesh.fsdp x run.accumulate, which is {self.parts}",
         )
         self.run.profiled(0)
         if self.records.files and not self.model.path:
@@ -325,6 +318,11 @@ class Config:
             raise ValueError(f"--lora.rank is {self.lora.rank}: adapters need --model.path, the model that they adapt")
         if self.lora.path and not self.lora.rank:
             raise ValueError(f"--lora.path is {self.lora.path}: give --lora.rank too, the rank of that adapter")
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the rows of a step are computed, on other devices or one after another."""
+        return self.mesh.dp * self.mesh.fsdp * self.run.accumulate
 
     def _get(self, name: str) -> Any:
         section, field = name.split(".")

@@ -36,7 +36,7 @@ class DigitsTask:
         data, run = self._config.data, self._config.run
         documents = digits.documents(data, run.seed, self._step, run.batch_size, "train")
         self._step += 1
-        return digits_batch(self.model_config, data, documents, self._layout)
+        return digits_batch(self.model_config, data, documents, self._layout, self._config.parts)
 
     def state(self) -> dict[str, Any]:
         return {"step": self._step}

@@ -38,11 +38,11 @@ Counts = dict[str, np.ndarray]
 
 
 def digits_batch(
-    model_config: Any, data: DataConfig, documents: Sequence[digits.Document], layout: Layout
+    model_config: Any, data: DataConfig, documents: Sequence[digits.Document], layout: Layout, parts: int = 1
 ) -> HostBatch:
-    """Documents as a padded host batch; its shapes depend on the options alone, so that a step compiles once."""
+    """Documents as a padded host batch, see there; its shapes depend on the options alone: a step compiles once."""
     rows = [document.row for document in documents]
-    return host_batch(model_config, rows, layout, digits.length(data), digits.num_patches(data))
+    return host_batch(model_config, rows, layout, digits.length(data), digits.num_patches(data), parts)
 
 
 @computing()
@@ -59,10 +59,11 @@ def ask(
     All answers come from one forward pass, each token of an answer given the right ones before it: an answer is right
     in every token exactly if the model would also have written it by itself.
     """
-    batch, sharder = digits_batch(model_config, data, documents, layout)
+    batch, sharder = digits_batch(model_config, data, documents, layout, mesh.shape["dp"] * mesh.shape["fsdp"])
     predicted = np.asarray(predict(place_batch(batch, mesh), sharder))
-    if sharder.places is not None:  # one row of all documents
-        predicted = predicted[0, sharder.places].reshape(len(documents), -1)
+    if sharder.places is not None:  # rows of several documents
+        places = np.atleast_2d(sharder.places)
+        predicted = np.take_along_axis(predicted, places, axis=1).reshape(len(documents), -1)
     return [
         [predicted[row, question.answer - 1] for question in document.questions]
         for row, document in enumerate(documents)

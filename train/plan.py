@@ -116,7 +116,7 @@ def largest_batch(config: Config, model_config: Any) -> HostBatch:
         return DigitsTask(config, layout).next_batch()
     tokens, patches, rng = config.records.tokens, config.records.patches, np.random.default_rng(0)
     row = family(model_config.model_type).synthetic_row(model_config, tokens, patches, rng)
-    return host_batch(model_config, [row] * config.run.batch_size, layout, tokens, patches or None)
+    return host_batch(model_config, [row] * config.run.batch_size, layout, tokens, patches or None, config.parts)
 
 
 def abstract_model(model_config: Any, dtype: Any, lora: LoraConfig, ep: int) -> Any:

@@ -80,7 +80,7 @@ class RecordsTask:
         self._stream.restore(dict(state))
 
     def _collate(self, batch: Batch) -> HostBatch:
-        return host_batch(self.model_config, batch.rows, self._layout, batch.tokens, batch.patches)
+        return host_batch(self.model_config, batch.rows, self._layout, batch.tokens, batch.patches, self._config.parts)
 
     def make_evaluation(self, graphdef: nnx.GraphDef, mesh: Mesh, **forward: Any) -> Evaluate:
         loss_step = make_loss_step(graphdef, mesh, **forward)

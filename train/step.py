@@ -193,18 +193,23 @@ def _row_axis(name: str, array: Any) -> int:
     return int(name == "position_ids" and array.ndim == 3)
 
 
-def _microbatches(batch: Arrays, count: int) -> Arrays:
-    """Splits the rows of all arrays into `count` parts, along a new first axis.
+def _microbatches(batch: Arrays, sharder: Sharder, count: int) -> tuple[Arrays, dict[str, Any]]:
+    """Splits the rows of all arrays, and their maps if they have some, into `count` parts along a new first axis.
 
     Each part takes its rows from all over the batch, so that none has to move to another device.
     """
+    rows = len(batch["input_ids"])
 
     def split(name: str, array: jax.Array) -> jax.Array:
         axis = _row_axis(name, array)
-        shape = (*array.shape[:axis], array.shape[axis] // count, count, *array.shape[axis + 1 :])
-        return jnp.moveaxis(array.reshape(shape), axis + 1, 0)
+        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        each = array.shape[axis] // rows  # where rows were packed into one, media are still those of each
+        array = jnp.moveaxis(array.reshape(*before, rows // count, count, each, *after), axis + 1, 0)
+        return array.reshape(count, *before, rows // count * each, *after)
 
-    return {name: split(name, array) for name, array in batch.items()}
+    maps = {"table": sharder.table, "places": sharder.places} if sharder.by_row else {}
+    parts = {name: split(name, array) for name, array in batch.items()}
+    return parts, {name: split(name, array) for name, array in maps.items()}
 
 
 def make_train_step(
@@ -257,8 +262,10 @@ def make_train_step(
         softcap = getattr(model, "logit_softcap", None)
 
         @functools.partial(jax.value_and_grad, has_aux=True)
-        def loss_and_grads(params: Arrays, batch: Arrays, routed: RouterSums | None) -> tuple[jax.Array, Arrays]:
-            own, sums, later = outputs(params, batch)
+        def loss_and_grads(
+            params: Arrays, batch: Arrays, sharder: Sharder, routed: RouterSums | None
+        ) -> tuple[jax.Array, Arrays]:
+            own, sums, later = outputs(params, batch, sharder)
             labels = sharder.take_local(batch["labels"])
             if teacher is None:
                 loss, correct = cross_entropy(*own, labels, valid_tokens=valid, softcap=softcap)
@@ -283,7 +290,9 @@ def make_train_step(
                 parts |= {"loss": parts["loss"] + ahead * mean, "loss_ahead": mean}
             return parts["loss"] * scale, parts
 
-        def outputs(params: Arrays, batch: Arrays) -> tuple[tuple[jax.Array, jax.Array], RouterSums | None, list[Any]]:
+        def outputs(
+            params: Arrays, batch: Arrays, sharder: Sharder
+        ) -> tuple[tuple[jax.Array, jax.Array], RouterSums | None, list[Any]]:
             """Final hidden states and the head; what routers did, if their balance counts; and what lies further ahead.
 
             The last are hidden states and labels of each head of multi-token prediction, if these count.
@@ -297,19 +306,21 @@ def make_train_step(
                 hidden, sums, later = model(batch, sharder, **forward), None, []
             return (hidden, model.head().astype(hidden.dtype)), sums if balanced else None, later
 
-        def route(_: None, batch: Arrays) -> tuple[None, RouterSums | None]:
-            return None, outputs(params, batch)[1]
+        def route(_: None, part: tuple[Arrays, dict[str, Any]]) -> tuple[None, RouterSums | None]:
+            batch, maps = part
+            return None, outputs(params, batch, dataclasses.replace(sharder, **maps))[1]
 
-        def add(total: Any, batch: Arrays) -> tuple[Any, None]:
-            (_, parts), grads = loss_and_grads(params, batch, routed)
+        def add(total: Any, part: tuple[Arrays, dict[str, Any]]) -> tuple[Any, None]:
+            batch, maps = part
+            (_, parts), grads = loss_and_grads(params, batch, dataclasses.replace(sharder, **maps), routed)
             return jax.tree.map(jnp.add, total, (parts, grads)), None
 
         if accumulate == 1:
-            (_, parts), grads = loss_and_grads(params, batch, None)
+            (_, parts), grads = loss_and_grads(params, batch, sharder, None)
             grads = {name: grad.astype(_wide(grad)) for name, grad in grads.items()}
         else:
             zeros = {name: jnp.zeros(array.shape, _wide(array)) for name, array in params.items()}
-            microbatches = _microbatches(batch, accumulate)
+            microbatches = _microbatches(batch, sharder, accumulate)
             routed = None
             if balanced:  # the loss of a microbatch needs what the routers do with all of them: one more forward pass
                 _, sums = jax.lax.scan(route, None, microbatches)
@@ -432,6 +443,6 @@ def make_eval_step(
             return jnp.concatenate(chunks, axis=1).astype(jnp.int32)
 
         by_rank = run_model(predict, graphdef, mesh, params, frozen, batch, out_specs=P(None, "cp"))
-        return jnp.take(by_rank, sharder.inverse(), axis=1)
+        return jnp.take_along_axis(by_rank, jnp.broadcast_to(sharder.inverse(), by_rank.shape), axis=1)
 
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))  # any process reads all of it

@@ -100,10 +100,16 @@ def check_synthetic(model_config: Any, option: str) -> None:
 
 
 def host_batch(
-    model_config: Any, rows: Sequence[Any], layout: Layout, length: int, num_patches: int | None
+    model_config: Any, rows: Sequence[Any], layout: Layout, length: int, num_patches: int | None, parts: int = 1
 ) -> HostBatch:
-    """Rows as a padded host batch, whose shapes depend on their number, `length` and `num_patches` alone."""
+    """Rows as a padded host batch, whose shapes depend on their number, `length`, `num_patches` and `parts` alone.
+
+    Args:
+        parts: devices and microbatches that share the rows; under `Packed` each gets one row, of all its documents.
+    """
     module = family(model_config.model_type)
     batch = module.prepare(model_config, rows, length=length, num_patches=num_patches)
-    padded_length = layout.pad_length(length) * (len(rows) if isinstance(layout, Packed) else 1)
-    return make_batch(batch, layout, streams=module.STREAMS, padded_length=padded_length)
+    if not isinstance(layout, Packed):
+        return make_batch(batch, layout, streams=module.STREAMS, padded_length=layout.pad_length(length))
+    padded_length = layout.pad_length(length) * (len(rows) // parts)
+    return make_batch(batch, layout, streams=module.STREAMS, padded_length=padded_length, packed_rows=parts)

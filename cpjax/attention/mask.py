@@ -111,7 +111,7 @@ class Tokens(NamedTuple):
     """What masks need to know of tiles of tokens.
 
     Attributes:
-        positions: int32 [.., t] global positions, NO_KEY for a slot that holds no key.
+        positions: int32 [.., B or 1, t] global positions, NO_KEY for a slot that holds no key.
         streams: each [.., B, t].
         slices: of queries, int32 [.., N, 5]: the slices, those that hold queries of the tile first.
         count: int32 [..], how many do.
@@ -148,7 +148,7 @@ def with_slices(queries: Tokens, slices: jax.Array | None) -> Tokens:
     if slices is None:
         return queries
     slices = jnp.asarray(slices)
-    low, high = queries.positions.min(-1)[:, None], queries.positions.max(-1)[:, None]
+    low, high = (bound((1, 2))[:, None] for bound in (queries.positions.min, queries.positions.max))
     touches = (slices[:, 0] <= high) & (low < slices[:, 1]) & (slices[:, 2] < slices[:, 3])
     order = jnp.argsort(~touches, axis=1, stable=True)
     return queries._replace(slices=slices[order], count=touches.sum(1, dtype=jnp.int32))
@@ -157,13 +157,12 @@ def with_slices(queries: Tokens, slices: jax.Array | None) -> Tokens:
 def pair_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
     """Which query of a tile sees which key of another: bool [B or 1, tq, tk]. Tokens of one tile each."""
     left, right, group_left = reach
-    i, j = queries.positions[:, None], keys.positions
-    mask = jnp.broadcast_to(j != NO_KEY, (i.size, j.size)) if right is None else j <= i + right
+    i, j = queries.positions[:, :, None], keys.positions[:, None, :]
+    mask = jnp.broadcast_to(j != NO_KEY, jnp.broadcast_shapes(i.shape, j.shape)) if right is None else j <= i + right
     if left is not None:
         mask &= j >= i - left
     if queries.slices is not None:
         mask &= _in_slices(queries, j)
-    mask = mask[None]
     q, k = queries.streams, keys.streams
     if q.groups is not None:
         same = q.groups[:, :, None] == k.groups[:, None, :]
@@ -176,17 +175,17 @@ def pair_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
 
 
 def _in_slices(queries: Tokens, j: jax.Array) -> jax.Array:
-    """Pairs [tq, tk] in the union of slices. In each slice a query sees an interval of keys."""
-    i = queries.positions
+    """Pairs [B or 1, tq, tk] in the union of slices; j [B or 1, 1, tk]. In each a query sees an interval of keys."""
+    i = queries.positions[:, :, None]
 
     def add(n, mask):
         q_start, q_end, k_start, k_end, kind = (queries.slices[n, column] for column in range(5))
         low = jnp.where(kind >= SliceKind.INVERSE_CAUSAL, jnp.maximum(k_start, i - q_start + k_start), k_start)
         high = jnp.where(kind % 2 == SliceKind.CAUSAL, jnp.minimum(k_end, i - q_end + k_end + 1), k_end)
         high = jnp.where((q_start <= i) & (i < q_end), high, low)
-        return mask | ((low[:, None] <= j) & (j < high[:, None]))
+        return mask | ((low <= j) & (j < high))
 
-    nothing = (i[:, None] < 0) & (j < 0) & (queries.count < 0)  # varies over the mesh like the operands
+    nothing = (i < 0) & (j < 0) & (queries.count < 0)  # varies over the mesh like the operands
     return jax.lax.fori_loop(0, queries.count, add, nothing)
 
 
@@ -204,18 +203,18 @@ def tile_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
     left, right, group_left = reach
     q_low, q_high = queries.positions.min(-1)[:, None], queries.positions.max(-1)[:, None]
     k_low, k_high = keys.positions.min(-1), jnp.where(keys.positions == NO_KEY, -1, keys.positions).max(-1)
-    some = jnp.ones((q_low.size, k_low.size), bool)
+    some = jnp.ones(jnp.broadcast_shapes(q_low.shape, k_low.shape), bool)  # [nq, nk, B or 1]
     if right is not None:
         some &= k_low <= q_high + right
     if left is not None:
         some &= k_high >= q_low - left
     if queries.slices is not None:
-        some &= _slices_meet(queries.slices, q_low, q_high, k_low, k_high)
-    some = some[..., None]  # [nq, nk, B or 1]
+        bounds = q_low.min(-1), q_high.max(-1), k_low.min(-1), k_high.max(-1)  # of all rows, as slices are
+        some &= _slices_meet(queries.slices, *bounds)[..., None]
     q, k = queries.streams, keys.streams
     if q.groups is not None:
         same = _meet(q.groups, k.groups)
-        some = some | (same if group_left is None else same & (k_high >= q_low - group_left)[..., None])
+        some = some | (same if group_left is None else same & (k_high >= q_low - group_left))
     if k.prefix is not None:
         some = some | (k.prefix > 0).any(-1)
     if q.segments is not None:

@@ -192,7 +192,8 @@ def _token_parts(tokens: Tokens, tile: str | None) -> Tokens:
     def parts(tree, *names):
         return jax.tree.map(lambda _: _Part(names), tree)
 
-    return parts(tokens, tile)._replace(streams=parts(tokens.streams, tile, "row"))
+    by_row = {name: parts(getattr(tokens, name), tile, "row") for name in ("positions", "streams")}
+    return parts(tokens, tile)._replace(**by_row)
 
 
 def _call(kernel: Callable[..., None], operands: Any, parts: Any, out: Any, out_parts: Any) -> Any:
@@ -271,12 +272,13 @@ def _call(kernel: Callable[..., None], operands: Any, parts: Any, out: Any, out_
 
 
 def _tokens(tokens: Tokens, tile: tuple[Any, ...] = ()) -> Tokens:
-    """What the refs of tokens hold of a tile, its streams as those of a batch of one row."""
+    """What the refs of tokens hold of a tile, as of a batch of one row."""
     at = *tile, ...
+    positions = tokens.positions[at][None]
     streams = Streams(*(None if x is None else x[at][None] for x in tokens.streams))
     if tokens.slices is None:
-        return Tokens(tokens.positions[at], streams)
-    return Tokens(tokens.positions[at], streams, _Entries(tokens.slices, tile), tokens.count[at])
+        return Tokens(positions, streams)
+    return Tokens(positions, streams, _Entries(tokens.slices, tile), tokens.count[at])
 
 
 class _Entries:

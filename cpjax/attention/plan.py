@@ -203,9 +203,9 @@ class _Problem:
         return left, right
 
     def _positions(self) -> np.ndarray | None:
-        """[cp, L], or None if only the running program knows them."""
+        """[cp, L], or None if only the running program knows them or each row has others."""
         positions = self.sharder.indices(np.arange(self.sharder.cp))
-        return None if isinstance(positions, jax.Array) else np.asarray(positions, np.int64)
+        return None if isinstance(positions, jax.Array) or self.sharder.by_row else np.asarray(positions, np.int64)
 
     def hops(self, held: int) -> tuple[int, int]:
         """The shortest walk ahead and back that passes every group with a key for anyone."""

@@ -199,16 +199,20 @@ class _Walk:
         self.setup, self.sharder, self.streams = setup, sharder, k_streams
         members = setup.plan.members
         ranks = sharder.rank() // members * members + jnp.arange(members, dtype=jnp.int32)
-        positions = setup.tiling.cut(_flat(sharder.indices(ranks)), 0, None)
-        self.queries = with_slices(Tokens(positions, q_streams), slices)
+        self.queries = with_slices(Tokens(self.positions(ranks, None), q_streams), slices)
 
     def tokens(self, step: Any) -> tuple[Tokens, Tokens]:
         """The queries, and the keys held at `step`."""
         held = self.setup.plan.held
         first = (self.sharder.rank() // held - jnp.int32(step)) % (self.sharder.cp // held) * held
-        positions = _flat(self.sharder.indices(first + jnp.arange(held, dtype=jnp.int32)))
+        positions = self.positions(first + jnp.arange(held, dtype=jnp.int32), NO_KEY)
         streams = jax.tree.map(lambda x: _flat(lax.dynamic_slice_in_dim(x, first, held)), self.streams)
-        return self.queries, Tokens(self.setup.tiling.cut(positions, 0, NO_KEY), streams)
+        return self.queries, Tokens(positions, streams)
+
+    def positions(self, ranks: jax.Array, fill: float | None) -> jax.Array:
+        """Those of the ranks' tokens, tiled: [n, B or 1, t]."""
+        positions = self.sharder.indices(ranks).reshape(-1, len(ranks) * self.sharder.local_length)
+        return self.setup.tiling.cut(positions, 1, fill)
 
     def permute(self, x: jax.Array, groups: int) -> jax.Array:
         return permute(x, self.sharder.axis_name, self.sharder.cp, groups * self.setup.plan.held)

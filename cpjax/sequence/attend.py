@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from cpjax.sequence.runs import check_one_map
 from cpjax.sequence.select import take_keys
 from cpjax.shard import Sharder
 
@@ -104,6 +105,7 @@ def _check(
     document_ids: jax.Array | None,
     sharder: Sharder,
 ) -> None:
+    check_one_map("attend_blocks", sharder)
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(
             f"attend_blocks was given q {q.dtype}, k {k.dtype}, v {v.dtype}: convert them to one floating dtype first"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from cpjax.sequence.runs import check_tokens, shift_runs, split_runs
 from cpjax.shard import Sharder, Striped
+from cpjax.shard.sharder import take
 
 
 def halo(x: jax.Array, before: int, after: int, *, sharder: Sharder) -> jax.Array:
@@ -81,7 +82,7 @@ def shift(x: jax.Array, depth: int, *, sharder: Sharder, fill: Any, document_ids
     here = sharder.positions()
     there = here + depth
     valid = (here < sharder.end) & (there >= 0) & (there < sharder.end)
-    valid = valid.reshape(1, -1)
+    valid = jnp.atleast_2d(valid)
     if document_ids is not None:
         valid = valid & (document_ids != 0) & (_moved(document_ids, depth, sharder) == document_ids)
     moved = _moved(x, depth, sharder)
@@ -105,7 +106,7 @@ def _moved(x: jax.Array, depth: int, sharder: Sharder) -> jax.Array:
             return jnp.where(sharder.rank() + rest >= sharder.cp, _ahead(x, ahead + 1), _ahead(x, ahead))
         return _ahead(x, ahead)
     full = sharder.gather(x, trim=False)
-    return jnp.take(full, sharder.positions() + depth, axis=1, mode="clip")
+    return take(full, sharder.positions() + depth, 1)
 
 
 def _ahead(x: jax.Array, slots: int) -> jax.Array:

@@ -31,6 +31,15 @@ def check_tokens(caller: str, sharder: Sharder, **streams: jax.Array | None) -> 
             )
 
 
+def check_one_map(caller: str, sharder: Sharder) -> None:
+    """Raises ValueError if rows of the batch are laid out in different ways."""
+    if sharder.by_row:
+        raise ValueError(
+            f"{caller} was given {sharder.layout} with a map for each of {len(sharder.table)} rows: give it one row, "
+            "or use a layout that is the same for all"
+        )
+
+
 def split_runs(x: jax.Array, sharder: Sharder) -> jax.Array:
     """[B, L, ...] -> [B, runs, L / runs, ...]."""
     runs = sharder.layout.runs

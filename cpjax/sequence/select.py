@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cpjax.sequence.pools import NEVER, Windows, windows
+from cpjax.sequence.runs import check_one_map
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 
@@ -178,6 +179,7 @@ def take_keys(x: jax.Array | Windows, positions: jax.Array, *, sharder: Sharder)
     Returns:
         [B, Q, count, ...]; zeros where no row stands, as at -1.
     """
+    check_one_map("take_keys", sharder)
     rows = x.values if isinstance(x, Windows) else x
     wanted = x.first.shape[0] if isinstance(x, Windows) else sharder.local_length
     if positions.ndim != 3 or rows.ndim < 2 or rows.shape[:2] != (positions.shape[0], wanted):
@@ -295,6 +297,7 @@ def _check(
     sharder: Sharder,
     pools: int | None,
 ) -> None:
+    check_one_map(caller, sharder)
     if count < 1:
         raise ValueError(f"{caller} was given count={count}: it must be at least 1")
     length = sharder.local_length

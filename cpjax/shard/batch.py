@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from cpjax.shard.layout import Layout, Packed
@@ -50,13 +52,16 @@ def make_batch(
     pad_id: int = 0,
     streams: Mapping[str, Stream] | None = None,
     padded_length: int | None = None,
+    packed_rows: int = 1,
     axis_name: str = "cp",
 ) -> tuple[dict[str, np.ndarray], Sharder]:
     """Pads a host batch to a length the layout can split; nothing is sharded yet.
 
     With `cu_seqlens` in the batch, or under `Packed`, the rows are flattened into one row [1, T] of documents that are
     padded one by one, see `pack`; pads of the input are dropped, documents are numbered anew over all rows, and pads
-    keep counting from the last token of their document. Otherwise rows stay rows, padded at their end.
+    keep counting from the last token of their document. With `packed_rows` they become several such rows [R, T], which
+    devices or microbatches can share, each with a map of its own (`Sharder.by_row`). Otherwise rows stay rows, padded
+    at their end.
 
     Pads are known by `padding_mask` and `document_ids`, which are always in the result, never by token value.
 
@@ -77,6 +82,7 @@ def make_batch(
         pad_id: token id of the pads.
         streams: the model's own tensors, by name: token axis and fill. May not redefine a stream of the table.
         padded_length: T, to give batches of packed documents the same shapes; the smallest possible by default.
+        packed_rows: R, each made of as many neighbouring rows of the input; for `Packed`.
         axis_name: mesh axis of the cp ranks, unless a sharder says it.
 
     Returns:
@@ -85,7 +91,8 @@ def make_batch(
     Raises:
         ValueError: a missing or unknown stream, ids or labels that are not integers, a stream of another length or
             batch size, an attention mask that is not [B, S], position ids that restart without document ids (packed
-            documents would attend to each other), what `pack` refuses, or a sharder for another length.
+            documents would attend to each other), what `pack` refuses, a sharder for another length, or rows
+            that do not become `packed_rows`.
     """
     arrays = {name: np.asarray(value) for name, value in batch.items()}
     table = dict(_STREAMS, input_ids=Stream(fill=pad_id))
@@ -93,6 +100,9 @@ def make_batch(
         if name in table:
             raise ValueError(f"stream {name!r} is cpjax's own: give the model's stream another name")
         table[name] = stream
+    if packed_rows > 1:
+        make = functools.partial(make_batch, layout=layout, pad_id=pad_id, streams=streams, axis_name=axis_name)
+        return _pack_rows(arrays, table, layout, packed_rows, padded_length, make)
 
     primary = [name for name in ("input_ids", "inputs_embeds") if name in arrays]
     if len(primary) != 1:
@@ -144,6 +154,43 @@ def make_batch(
             )
         out[name] = _pad(name, value, table[name], rows, length, sharder, sources)
     return out, sharder
+
+
+def _pack_rows(
+    arrays: Mapping[str, np.ndarray],
+    table: Mapping[str, Stream],
+    layout: Layout | Sharder,
+    count: int,
+    padded_length: int | None,
+    make: Callable[..., tuple[dict[str, np.ndarray], Sharder]],
+) -> tuple[dict[str, np.ndarray], Sharder]:
+    """What `make` makes of each of `count` groups of rows, as the rows of one batch."""
+    streams = {"attention_mask": Stream(), "loss_mask": Stream(), **table}
+    axes = {
+        name: stream.axis % arrays[name].ndim - 1
+        for name, stream in streams.items()
+        if name in arrays and stream.axis is not None
+    }
+    rows = {arrays[name].shape[axis] for name, axis in axes.items()}
+    if not isinstance(layout, Packed) or "cu_seqlens" in arrays or any(size % count for size in rows):
+        raise ValueError(
+            f"packed_rows={count} was given for {sorted(rows)} rows under {layout}: it needs the layout Packed, a "
+            "multiple of that many rows, and document_ids instead of cu_seqlens"
+        )
+    parts: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
+    for name, value in arrays.items():
+        cut = np.split(value, count, axes[name]) if name in axes else [value] * count
+        for part, own in zip(parts, cut, strict=True):
+            part[name] = own
+    if padded_length is None:
+        padded_length = max(make(part)[1].padded_length for part in parts)
+    batches, sharders = zip(*(make(part, padded_length=padded_length) for part in parts), strict=True)
+    out = {}
+    for name, value in batches[0].items():
+        axis = table[name].axis
+        whole = [batch[name] for batch in batches]
+        out[name] = value if axis is None else np.concatenate(whole, axis % value.ndim - 1)
+    return out, jax.tree.map(lambda *maps: np.stack(maps), *sharders)
 
 
 def _default_document_ids(arrays: dict[str, np.ndarray]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from cpjax.shard.layout import Contiguous, Zigzag, invert
-from cpjax.shard.sharder import Sharder
+from cpjax.shard.sharder import Sharder, take
 
 
 def convert(x: jax.Array, source: Sharder, target: Sharder, *, axis: int = 1) -> jax.Array:
@@ -68,10 +70,19 @@ def _exchange_halves(x: jax.Array, source: Sharder, target: Sharder, axis: int) 
 
 
 def _exchange_tokens(x: jax.Array, source: Sharder, target: Sharder, axis: int) -> jax.Array:
+    # Where tokens lie in the concatenation of the target's ranks: rank L + slot. It travels with them.
+    inverse = jnp.asarray(target.inverse())
+    if not (source.by_row or target.by_row):
+        return _exchange_row(x, inverse[source.positions()], source, axis)
+    inverse = jnp.broadcast_to(inverse, (x.shape[axis - 1], source.padded_length))
+    destinations = take(inverse, source.positions(), 1)
+    one_row = functools.partial(_exchange_row, source=source, axis=axis - 1)
+    return jax.vmap(one_row, in_axes=(axis - 1, 0), out_axes=axis - 1)(x, destinations)
+
+
+def _exchange_row(x: jax.Array, destination: jax.Array, source: Sharder, axis: int) -> jax.Array:
     cp, length, nowhere = source.cp, source.local_length, source.padded_length
     rank = source.rank()
-    # Where tokens lie in the concatenation of the target's ranks: rank L + slot. It travels with them.
-    destination = jnp.asarray(target.inverse())[source.positions()]
 
     # In the order of destinations, token t goes to rank t + (this rank) first: of those meant for one rank, every
     # rank gets as many, or one more.

@@ -225,11 +225,18 @@ def layout_from_name(name: str, cp: int, multiple: int = 1) -> Layout:
     return cls(cp=cp, multiple=multiple)
 
 
-def invert(order: Any, size: int) -> Any:
+def invert(order: Any, size: int, *, by_row: bool = False) -> Any:
     """int32 [size]: where each of 0 .. size - 1 stands in the flattened `order`, -1 for those missing.
 
     Negative entries of `order` are left out. NumPy gives NumPy, a JAX array a JAX array.
+
+    Args:
+        by_row: the first axis of `order` counts independent orders: int32 [B, size].
     """
+    if by_row and isinstance(order, jax.Array):
+        return jax.vmap(lambda own: invert(own, size))(order)
+    if by_row:
+        return np.stack([invert(own, size) for own in order])
     order = order.reshape(-1)
     if isinstance(order, jax.Array):
         where = jnp.where(order < 0, size, order)  # out of bounds, hence dropped

@@ -34,9 +34,10 @@ class Sharder:
         padded_length: T >= S, a multiple of `layout.divisor`; any T if there are `places`.
         axis_name: mesh axis of the cp ranks.
         rows: input rows that were flattened into the one sequence of S tokens; 1: no rows were flattened.
-        table: int32 [cp, L], each row ascending: the map of a layout that depends on the batch, else None.
+        table: int32 [cp, L], each row ascending: the map of a layout that depends on the batch, else None. Where rows
+            of the batch have other maps: [B, cp, L].
         places: int32 [S], where in 0 .. T-1 each of the caller's tokens went, -1 for a pad that was dropped; None if
-            token i stays at i.
+            token i stays at i. [B, S] beside a table for each row.
     """
 
     layout: Layout
@@ -62,6 +63,15 @@ class Sharder:
     @property
     def cp(self) -> int:
         return self.layout.cp
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row of the batch has a map of its own. Rows are then the axis before that of tokens."""
+        return self.table is not None and self.table.ndim == 3
+
+    @property
+    def _sequences(self) -> int:
+        return len(self.places) if self.places is not None and self.places.ndim > 1 else 1
 
     @property
     def local_length(self) -> int:
@@ -91,33 +101,34 @@ class Sharder:
             rank: int, numpy ranks [...], or a traced integer.
 
         Returns:
-            int32 [..., L]; NumPy if the rank, and the table if there is one, are concrete.
+            int32 [..., L], or [B, ..., L] by row; NumPy if the rank, and the table if there is one, are concrete.
 
         Raises:
             ValueError: a concrete rank outside 0 .. cp-1, or a table of another shape.
         """
         if self.table is None:
             return self.layout.indices(self.padded_length, rank)
-        if self.table.shape != (self.cp, self.local_length):
+        if self.table.ndim > 3 or self.table.shape[-2:] != (self.cp, self.local_length):
             raise ValueError(
-                f"the table of {self.layout} has shape {self.table.shape}: it must be [cp, L] = "
-                f"{(self.cp, self.local_length)}; take one sharder of several that were stacked"
+                f"the table of {self.layout} has shape {self.table.shape}: it must be [cp, L] or [B, cp, L], with "
+                f"(cp, L) = {(self.cp, self.local_length)}; take one sharder of several that were stacked"
             )
         rank = self.layout.check_rank(rank)
-        return (jnp.asarray(self.table) if isinstance(rank, jax.Array) else self.table)[rank]
+        table = jnp.asarray(self.table) if isinstance(rank, jax.Array) else self.table
+        return table[:, rank] if self.by_row else table[rank]
 
     def positions(self) -> jax.Array:
-        """int32 [L]: global position of each of this rank's tokens."""
+        """int32 [L], or [B, L] by row: global position of each of this rank's tokens."""
         return jnp.asarray(self.indices(self.rank()))
 
     def inverse(self) -> Any:
-        """int32 [T]: where each global position lies in the concatenation of all ranks' tokens."""
-        return invert(self.indices(np.arange(self.cp)), self.padded_length)
+        """int32 [T], or [B, T] by row: where each global position lies in the concatenation of all ranks' tokens."""
+        return invert(self.indices(np.arange(self.cp)), self.padded_length, by_row=self.by_row)
 
     def sources(self) -> Any:
-        """int32 [T]: which of the caller's S tokens lies at each global position, -1 for a pad."""
+        """int32 [T], or [B, T] by row: which of the caller's S tokens lies at each global position, -1 for a pad."""
         places = np.arange(self.length, dtype=np.int32) if self.places is None else self.places
-        return invert(places, self.padded_length)
+        return invert(places, self.padded_length, by_row=places.ndim > 1)
 
     def contiguous(self) -> Sharder:
         """The same tokens and lengths in contiguous order, for `convert`."""
@@ -141,26 +152,27 @@ class Sharder:
         self._check(x, axis, (self.padded_length,), "take_local", "pad it with make_batch, or use shard(x, fill=...)")
         if self.cp == 1:
             return x
-        return jnp.take(x, self.positions(), axis=axis, mode="clip", unique_indices=True, indices_are_sorted=True)
+        return take(x, self.positions(), axis, unique_indices=True, indices_are_sorted=True)
 
     def shard(self, x: jax.Array, *, fill: Any = None, axis: int = 1) -> jax.Array:
         """This rank's tokens of a tensor in the caller's coordinates.
 
         Args:
             x: [..., S, ...] or [..., T, ...] along `axis` (S is meant if both are the same and tokens have `places`);
-                or, where rows were flattened, [..., rows, S / rows, ...] with the tokens along `axis`.
+                or, where rows were flattened, [..., rows, S / rows, ...] with tokens along `axis` (by row, B x rows).
             fill: value of pad tokens; required when x is S long and there may be pads.
 
         Returns:
-            [..., L, ...]; flattened rows are one row, [..., 1, L, ...].
+            [..., L, ...]; flattened rows are one row, [..., 1, L, ...] (by row: B rows).
 
         Raises:
             ValueError: any other length, or padding is needed and `fill` was not given.
         """
         self._check_axis(x, axis, "shard")
         axis %= np.ndim(x)
-        if self.rows > 1 and np.shape(x)[max(axis - 1, 0) : axis + 1] == (self.rows, self.length // self.rows):
-            x = x.reshape(*x.shape[: axis - 1], 1, self.length, *x.shape[axis + 1 :])
+        count = self._sequences
+        if self.rows > 1 and np.shape(x)[max(axis - 1, 0) : axis + 1] == (count * self.rows, self.length // self.rows):
+            x = x.reshape(*x.shape[: axis - 1], count, self.length, *x.shape[axis + 1 :])
         self._check(x, axis, (self.length, self.padded_length), "shard", "give the tensor in one of these lengths")
         if x.shape[axis] != self.length or (self.places is None and self.length == self.padded_length):
             return self.take_local(x, axis)
@@ -170,7 +182,8 @@ class Sharder:
                 "value, fill=..."
             )
         if self.places is not None:
-            return _take_or_fill(x, jnp.asarray(self.sources())[self.positions()], fill, axis)
+            sources = jnp.asarray(self.sources())
+            return _take_or_fill(x, take(sources, self.positions(), sources.ndim - 1), fill, axis)
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, self.padded_length - self.length)
         return self.take_local(jnp.pad(x, widths, constant_values=fill), axis)
@@ -202,13 +215,14 @@ class Sharder:
             x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
         if trim and self.places is not None:
             places = jnp.asarray(self.places)
-            where = jnp.asarray(self.inverse())[jnp.maximum(places, 0)]
+            inverse = jnp.broadcast_to(jnp.asarray(self.inverse()), (*places.shape[:-1], self.padded_length))
+            where = jnp.take_along_axis(inverse, jnp.maximum(places, 0), axis=-1)
             x = _take_or_fill(x, jnp.where(places < 0, -1, where), fill, axis)
-            if self.rows > 1 and axis > 0 and x.shape[axis - 1] == 1:
-                x = x.reshape(*x.shape[: axis - 1], self.rows, self.length // self.rows, *x.shape[axis + 1 :])
+            if self.rows > 1 and axis > 0 and x.shape[axis - 1] == self._sequences:
+                x = x.reshape(*x.shape[: axis - 1], -1, self.length // self.rows, *x.shape[axis + 1 :])
             return x
         if self.cp > 1:
-            x = jnp.take(x, self.inverse(), axis=axis, mode="clip", unique_indices=True)
+            x = take(x, self.inverse(), axis, unique_indices=True)
         return jax.lax.slice_in_dim(x, 0, self.length, axis=axis) if trim else x
 
     def check_local(self, x: Any, axis: int, verb: str) -> None:
@@ -224,6 +238,11 @@ class Sharder:
     def _check(self, x: Any, axis: int, lengths: tuple[int, ...], verb: str, hint: str) -> None:
         self._check_axis(x, axis, verb)
         shape = np.shape(x)
+        if self.by_row and (axis % len(shape) == 0 or shape[axis - 1] != len(self.table)):
+            raise ValueError(
+                f"{verb} was given shape {shape} with tokens on axis {axis}, but {self.layout} has {len(self.table)} "
+                "maps, one for each row of the batch: the axis before that of the tokens must be of these rows"
+            )
         if shape[axis] not in lengths:
             wanted = " or ".join(str(n) for n in dict.fromkeys(lengths))
             if verb == "shard" and self.rows > 1:
@@ -234,11 +253,22 @@ class Sharder:
             )
 
 
-def _take_or_fill(x: jax.Array, index: Any, fill: Any, axis: int) -> jax.Array:
-    """x at `index` along `axis`, `fill` where the index is negative."""
+def take(x: jax.Array, index: Any, axis: int, **promises: Any) -> jax.Array:
+    """x at `index` along `axis`: [L] for all rows, or [B, L] where each row, on the axis before, has its own."""
     index = jnp.asarray(index)
-    there = (index >= 0).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
-    return jnp.where(there, jnp.take(x, jnp.maximum(index, 0), axis=axis, mode="clip"), jnp.asarray(fill, x.dtype))
+    if index.ndim == 1:
+        return jnp.take(x, index, axis=axis, mode="clip", **promises)
+    rows = axis % x.ndim - 1
+    own = jax.vmap(lambda x, i: jnp.take(x, i, axis=rows, mode="clip", **promises), (rows, 0), rows)
+    return own(x, index)
+
+
+def _take_or_fill(x: jax.Array, index: Any, fill: Any, axis: int) -> jax.Array:
+    """`take`, with `fill` where the index is negative."""
+    index = jnp.asarray(index)
+    there = index >= 0
+    there = there.reshape(*there.shape, *[1] * (x.ndim - 1 - axis))
+    return jnp.where(there, take(x, jnp.maximum(index, 0), axis), jnp.asarray(fill, x.dtype))
 
 
 def make_sharder(length: int, layout: Layout, axis_name: str = "cp", *, padded_length: int | None = None) -> Sharder:

@@ -196,7 +196,7 @@ def splice(hidden: jax.Array, features: jax.Array, index: jax.Array, sharder: Sh
     if sharder.rows > 1:
         row = sharder.sources() // (sharder.length // sharder.rows)
         index = jnp.where(index < 0, -1, index + row * features.shape[1])
-        features = features.reshape(1, -1, features.shape[2])
+        features = features.reshape(len(index), -1, features.shape[2])
     index = index[..., None]
     spliced = jnp.take_along_axis(features, jnp.maximum(index, 0), axis=1, mode="clip")
     return jnp.where(index >= 0, spliced, hidden)

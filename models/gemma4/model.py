@@ -282,8 +282,8 @@ class Gemma4(nnx.Module):
 
         Args:
             batch: input_ids, padding_mask, document_ids, position_ids [B, T] and, with images, video or sound, the
-                streams of these, whose index and group ids are [B, T] (see `prepare`). Where the sharder flattened the
-                rows, the token streams are one row [1, T], and those of media are still those of the rows.
+                streams of these, whose index and group ids are [B, T] (see `prepare`). Where the sharder flattened
+                rows, the token streams have fewer of them, and those of media are still those of all.
             sharder: layout and lengths.
             transport, kernel: of attention, see `cpjax.attention.attention`.
             dtype: of activations and matrix products; None: that of the token embeddings.

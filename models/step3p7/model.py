@@ -255,8 +255,8 @@ class Step3p7(nnx.Module):
 
         Args:
             batch: input_ids, padding_mask, document_ids, position_ids [B, T] and, with images, the vision streams and
-                vision_index [B, T] (see `prepare`). Where the sharder flattened the rows, the token streams are one row
-                [1, T], and the vision streams are still those of the rows.
+                vision_index [B, T] (see `prepare`). Where the sharder flattened rows, the token streams have fewer
+                of them, and the vision streams are still those of all.
             sharder: layout and lengths.
             transport, kernel: of attention, see `cpjax.attention.attention`.
             dtype: of activations and matrix products; None: that of the token embeddings.

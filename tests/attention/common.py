@@ -84,18 +84,22 @@ def mesh_of(cp: int) -> jax.sharding.Mesh:
     return jax.make_mesh((cp,), ("cp",), devices=jax.devices()[:cp], axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def solve(p: Problem, cp: int, layout_name: str, transport: str, dtype=jnp.float32, padded_length=None, **form):
+def solve(
+    p: Problem, cp: int, layout_name: str, transport: str, dtype=jnp.float32, padded_length=None, packed_rows=1, **form
+):
     """Output and gradients (dq, dk, then dv and dsinks where there are these), numpy, in the coordinates of `p`.
 
     Pads hold noise, are marked by the streams that `p` has, and their outputs must be finite. Under the layout packed
-    the rows become one, and outputs and gradients at pads of `p`, which are dropped, are 0. Under dispatched the chunks
-    of 2 tokens are spread by the slices, or those of causal attention.
+    the rows become one or `packed_rows`, and outputs and gradients at pads of `p`, which are dropped, are 0. Under
+    dispatched the chunks of 2 tokens are spread by the slices, or those of causal attention.
     """
-    batch, sharder = shard(p, cp, layout_name, padded_length)
+    batch, sharder = shard(p, cp, layout_name, padded_length, packed_rows)
     return solve_on(p, batch, sharder, transport, dtype, **form)
 
 
-def shard(p: Problem, cp: int, layout_name: str, padded_length=None) -> tuple[dict[str, np.ndarray], Sharder]:
+def shard(
+    p: Problem, cp: int, layout_name: str, padded_length=None, packed_rows=1
+) -> tuple[dict[str, np.ndarray], Sharder]:
     """What `make_batch` makes of the arrays and streams of `p`: padded, in global order."""
     length = p.q.shape[1]
     layout: Any = layout_from_name(layout_name, cp)
@@ -109,6 +113,7 @@ def shard(p: Problem, cp: int, layout_name: str, padded_length=None) -> tuple[di
         layout,
         streams={name: Stream(1, fill) for name, fill in fills.items()},
         padded_length=padded_length,
+        packed_rows=packed_rows,
     )
 
 
@@ -117,11 +122,11 @@ def solve_on(p: Problem, batch: dict[str, np.ndarray], sharder: Sharder, transpo
     how = Form(**form)
     marked = p.document_ids is not None or p.padding_mask is not None or how.causal or p.slices is not None
     assert (sharder.sources() >= 0).all() or marked
-    order = sharder.indices(np.arange(sharder.cp)).reshape(-1)
+    order = sharder.indices(np.arange(sharder.cp)).reshape(-1, sharder.padded_length)
     with x64(dtype):
-        q, k, v, g = (jnp.asarray(batch[name][:, order], dtype) if name in batch else None for name in "qkvg")
+        q, k, v, g = (jnp.asarray(taken(batch[name], order), dtype) if name in batch else None for name in "qkvg")
         sinks = None if p.sinks is None else jnp.asarray(p.sinks, dtype)
-        streams = {name: batch[name][:, order] for name in p.streams()}
+        streams = {name: taken(batch[name], order) for name in p.streams()}
         output, *grads = program(transport, how)((q, k, v, sinks), g, streams, p.slices, sharder)
     tokens, rest = (output, *grads[: 3 - (v is None)]), grads[3 - (v is None) :]
     assert all(np.isfinite(x).all() for x in (*tokens, *rest))
@@ -130,11 +135,17 @@ def solve_on(p: Problem, batch: dict[str, np.ndarray], sharder: Sharder, transpo
 
 def in_the_callers_order(x: np.ndarray, sharder: Sharder) -> np.ndarray:
     """[B, T, ..] rank by rank -> [B, S, ..], or the rows that were flattened; 0 at dropped pads."""
-    x = x[:, sharder.inverse()]
+    x = taken(x, np.atleast_2d(sharder.inverse()))
     if sharder.places is None:
         return x[:, : sharder.length]
-    x = np.where((sharder.places >= 0).reshape(-1, *[1] * (x.ndim - 2)), x[0, sharder.places], 0)
-    return x.reshape(sharder.rows, -1, *x.shape[1:])
+    places = np.atleast_2d(sharder.places)
+    x = np.where((places >= 0).reshape(*places.shape, *[1] * (x.ndim - 2)), taken(x, places), 0)
+    return x.reshape(len(x) * sharder.rows, -1, *x.shape[2:])
+
+
+def taken(x: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The tokens of each row of x [B, T, ..] at `index` [B or 1, n]."""
+    return x[np.arange(len(x))[:, None], index]
 
 
 def function(transport, form=Form()):

@@ -150,7 +150,7 @@ def test_u4_the_ranks_masks_make_up_the_whole(layout):
     for mine in order:
         for theirs in order:
             (queries, keys) = (
-                Tokens(jnp.asarray(own), jax.tree.map(lambda x, own=own: x[:, own], streams))
+                Tokens(jnp.asarray(own)[None], jax.tree.map(lambda x, own=own: x[:, own], streams))
                 for own, streams in ((mine, q_streams), (theirs, k_streams))
             )
             queries = jax.tree.map(lambda x: x[0], with_slices(jax.tree.map(lambda x: x[None], queries), p.slices))

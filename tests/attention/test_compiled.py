@@ -152,7 +152,7 @@ def visited_tiles(layout_name, cp, length, mask=None):
     def tokens(rank, streams, fills, empty):
         streams = Streams(*(None if x is None else tiling.cut(x[:, order[rank]], 1, fill)
                             for x, fill in zip(streams, fills, strict=True)))  # fmt: skip
-        return Tokens(tiling.cut(jnp.asarray(order[rank]), 0, empty), streams)
+        return Tokens(tiling.cut(jnp.asarray(order[rank])[None], 1, empty), streams)
 
     queries = [with_slices(tokens(r, q_streams, [None] * 3, None), mask.slices) for r in range(cp)]
     keys = [tokens(r, k_streams, NO_PARTNER, NO_KEY) for r in range(cp)]
@@ -223,15 +223,15 @@ def test_a_tile_that_is_not_visited_holds_no_allowed_pair(seed, spread, left, ri
         ids = [rng.integers(1, 5, (2, 2, 3)) if part in parts else None for part in ("segments", "groups")]
         ids = [None if x is None else np.where(rng.random(x.shape) < 0.4, absent, x) for x in ids]
         prefix = rng.integers(0, 2, (2, 2, 1)).repeat(3, 2) if absent < 0 and "prefix" in parts else None
-        return Tokens(jnp.asarray(positions.reshape(2, 3), jnp.int32), Streams(*ids, prefix))
+        return Tokens(jnp.asarray(positions.reshape(2, 1, 3), jnp.int32), Streams(*ids, prefix))
 
     queries, keys = tokens(0), tokens(-1)
     empty = keys.positions == NO_KEY
     if "groups" in parts:
-        groups = jnp.where(empty[:, None], -1, keys.streams.groups)
+        groups = jnp.where(empty, -1, keys.streams.groups)
         keys = keys._replace(streams=keys.streams._replace(groups=groups))
     if "prefix" in parts:
-        prefix = jnp.where(empty[:, None], 0, keys.streams.prefix)
+        prefix = jnp.where(empty, 0, keys.streams.prefix)
         keys = keys._replace(streams=keys.streams._replace(prefix=prefix))
     if "slices" in parts:
         ends = np.sort(rng.integers(0, 31, (3, 2, 2)), 2).reshape(3, 4)
@@ -243,7 +243,7 @@ def test_a_tile_that_is_not_visited_holds_no_allowed_pair(seed, spread, left, ri
         for j in range(2):
             pairs = pair_mask(*(jax.tree.map(lambda x, n=n: x[n], t) for t, n in ((queries, i), (keys, j))), reach)
             pairs = np.broadcast_to(pairs, (2, 3, 3))
-            assert not pairs[:, :, np.asarray(empty[j])].any()
+            assert not pairs[:, :, np.asarray(empty[j, 0])].any()
             assert some[i, j] or not pairs.any()
 
 

@@ -24,6 +24,7 @@ CASES = [
     ((2, "contiguous", "ring"), (16, 16), (2, 1), "padding slices", {"causal": False}),
     ((2, "striped", "allgather"), (16, 16), (2, 2), "vision", {"window": (12, None)}),
     ((4, "packed", "ring_ulysses:2"), (16, 16), (4, 2), "documents", {}),
+    ((2, "packed", "ring"), (16, 16), (2, 1), "documents", {"packed_rows": 2}),
 ]  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def case_problem(widths, heads, streams, seed=0):
 def test_equal_to_numpy(where, widths, heads, streams, form):
     """Every part of the mask, widths of one and of several powers of two, every walk; output and all gradients."""
     p = case_problem(widths, heads, streams)
-    assert_equal(solve(p, *where, kernel="pallas", **form), solve_numpy(p, **form))
+    assert_equal(solve(p, *where, kernel="pallas", **form), solve_numpy(p, **form))  # numpy has no use for packed_rows
 
 
 def test_bfloat16_is_as_near_as_the_dense_run():
@@ -76,7 +77,9 @@ def test_rows_without_a_key_are_zero():
 def test_tiles_are_skipped_row_by_row():
     """One row has a document per tile, the other one document in all: neither visits what only the other needs."""
     documents = np.stack([np.repeat(np.arange(1, 9), 64), np.ones(512, np.int64)]).astype(np.int32)
-    tokens = pallas.Tokens(jnp.arange(512).reshape(8, 64), pallas.Streams(documents.reshape(2, 8, 64).swapaxes(0, 1)))
+    tokens = pallas.Tokens(
+        jnp.arange(512).reshape(8, 1, 64), pallas.Streams(documents.reshape(2, 8, 64).swapaxes(0, 1))
+    )
     _, count = pallas.partners(pallas.tile_mask(tokens, tokens, Mask().reach(512)).swapaxes(1, 2))
     np.testing.assert_array_equal(count, np.stack([np.ones(8), np.arange(1, 9)], 1))
 

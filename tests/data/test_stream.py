@@ -1,4 +1,4 @@
-"""The stream of batches: each record once per epoch, the same on any number of hosts and after any stop."""
+"""The stream of batches: each record once per epoch, the same after any stop."""
 
 import base64
 import json
@@ -57,15 +57,9 @@ def test_a_restored_stream_continues_as_if_never_stopped(dataset, count):
     assert take(whole, count) == take(begun, count)
     state = json.loads(json.dumps(begun.state()))
     next(begun)  # what is read ahead is not part of the state
-    for hosts in (1, 2):
-        again = [Stream(dataset, batch_size=4, host=host, hosts=hosts) for host in range(hosts)]
-        for stream in again:
-            stream.restore(state)
-        batches = [[row for part in parts for row in part] for parts in zip(*(take(s, 4) for s in again), strict=True)]
-        reference = Stream(dataset, batch_size=4)
-        reference.restore(state)
-        assert batches == take(reference, 4)
-    assert take(whole, 4) == batches
+    again = Stream(dataset, batch_size=4)
+    again.restore(state)
+    assert take(whole, 4) == take(again, 4)
 
 
 def test_the_epoch_goes_on_after_a_stop_at_its_end(dataset):
@@ -75,15 +69,6 @@ def test_the_epoch_goes_on_after_a_stop_at_its_end(dataset):
     again = Stream(dataset, batch_size=1)
     again.restore(stream.state())
     assert take(again, size) == take(stream, size)
-
-
-def test_hosts_share_each_batch(dataset):
-    alone = Stream(dataset, batch_size=4)
-    hosts = [Stream(dataset, batch_size=4, host=host, hosts=2) for host in (0, 1)]
-    for _ in range(6):
-        batch, parts = next(alone), [next(stream) for stream in hosts]
-        assert [part.sources for part in parts] == [batch.sources[:2], batch.sources[2:]]
-        assert {(part.tokens, part.patches) for part in parts} == {(batch.tokens, batch.patches)}
 
 
 def test_batches_have_few_shapes_that_hold_their_rows(file, encoder):
@@ -150,11 +135,6 @@ def test_other_data_are_refused(dataset, file, encoder):
 
 def test_collate_runs_ahead(dataset):
     assert [next(Stream(dataset, batch_size=2, collate=lambda batch: len(batch.rows))) for _ in range(2)] == [2, 2]
-
-
-def test_hosts_that_cannot_share_are_refused(dataset):
-    with pytest.raises(ValueError, match="a batch of 4 rows cannot be shared by 3 hosts"):
-        Stream(dataset, batch_size=4, hosts=3)
 
 
 def broken_records(cut):

@@ -1,5 +1,6 @@
 """From one order to another: values, gradients, and what travels (census 1b, mamba reordering; D6)."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -143,10 +144,32 @@ def test_tables_send_less_than_twice_the_tokens_and_nothing_is_gathered(gradient
         assert sum(destinations) == sum(tokens)
 
 
-@pytest.mark.parametrize("name", ["zigzag", "packed"])
+def rows_of(cp: int, length: int) -> Sharder:
+    """Two rows of two and three documents, with a map for each."""
+    ids = np.repeat([[1, 2, 2], [1, 2, 3]], length // 3, axis=1)
+    sharder = make_batch({"input_ids": ids, "document_ids": ids}, Packed(cp), packed_rows=2)[1]
+    return dataclasses.replace(sharder, places=None)
+
+
+def test_each_row_moves_by_its_own_map():
+    source = rows_of(4, 48)
+    target = dataclasses.replace(source, table=np.roll(source.table, 1, axis=(0, 1)))
+    length = source.padded_length
+    x = np.arange(2 * length * 3, dtype=np.float32).reshape(2, length, 3)
+
+    def placed(sharder):
+        index = np.broadcast_to(sharder.indices(np.arange(4)).reshape(-1, length), (2, length))
+        return np.take_along_axis(x, index[..., None], 1)
+
+    move = jax.jit(run)
+    for a, b in ((source, target), (source, source.contiguous()), (source.contiguous(), target)):
+        np.testing.assert_array_equal(move(placed(a), a, b), placed(b))
+
+
+@pytest.mark.parametrize("name", ["zigzag", "packed", "packed by row"])
 def test_rows_stay_on_their_dp_ranks(name):
     """Nothing but permutes of one row each."""
-    source = sharder_of(name, 4, 64)
+    source = rows_of(4, 48) if name == "packed by row" else sharder_of(name, 4, 64)
     got = messages(source, source.contiguous(), dp=2, gradient=True)
     assert all(m.startswith(("collective-permute f32[1,", "collective-permute s32[")) for m in got)
 

@@ -259,7 +259,75 @@ def test_the_sharders_of_microbatches_stack_and_scan():
     for number, sharder in enumerate(sharders):
         np.testing.assert_array_equal(out[number, 0], x[number, 0, sharder.table.ravel()])
     with pytest.raises(ValueError, match="several that were stacked"):
-        stacked.indices(0)
+        jax.tree.map(lambda leaf: leaf[None], stacked).indices(0)
+
+
+def two_packed_rows() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Sharder]:
+    """Four rows of documents with pads, and the batch that is made of them, with two rows of one length."""
+    ids = np.stack([np.repeat([1, 2, 0], lengths) for lengths in ((7, 4, 1), (12, 0, 0), (1, 2, 9), (2, 5, 5))])
+    tokens = np.arange(1, 49).reshape(4, 12)
+    given = {"input_ids": tokens, "document_ids": ids, "position_ids": np.stack([tokens, 2 * tokens])}
+    given |= {"attention_mask": (ids > 0).astype(int), "pixels": np.ones((4, 3))}
+    return given, *make_batch(given, Packed(2), streams={"pixels": Stream(None)}, packed_rows=2)
+
+
+def test_packed_rows_are_what_each_is_by_itself():
+    given, batch, sharder = two_packed_rows()
+    assert sharder.by_row and batch["input_ids"].shape == (2, sharder.padded_length)
+    np.testing.assert_array_equal(batch["pixels"], given["pixels"])
+    lengths = []
+    for row in range(2):
+        own = {name: value[..., 2 * row : 2 * row + 2, :] for name, value in given.items()}
+        streams, length = {"pixels": Stream(None)}, sharder.padded_length
+        lengths.append(make_batch(own, Packed(2), streams=streams)[1].padded_length)
+        alone, one = make_batch(own, Packed(2), streams=streams, padded_length=length)
+        for name in alone.keys() - {"pixels"}:
+            np.testing.assert_array_equal(batch[name][..., row : row + 1, :], alone[name], err_msg=name)
+        assert (sharder.length, sharder.rows) == (one.length, one.rows)
+        for rank in (0, np.arange(2)):
+            np.testing.assert_array_equal(sharder.indices(rank)[row], one.indices(rank))
+        np.testing.assert_array_equal(sharder.inverse()[row], one.inverse())
+        np.testing.assert_array_equal(sharder.sources()[row], one.sources())
+        np.testing.assert_array_equal(sharder.contiguous().sources()[row], one.sources())
+    assert lengths[0] != lengths[1] and max(lengths) == sharder.padded_length
+
+
+def test_packed_rows_move_as_each_does_by_itself():
+    """Values there and back, and the gradients that arrive at embeddings; sharders are data, features may follow."""
+    given, batch, sharder = two_packed_rows()
+    x = np.stack([given["input_ids"], -given["input_ids"]], -1).astype(np.float32)
+    weights = np.cos(np.arange(2 * sharder.padded_length * 2, dtype=np.float32)).reshape(2, -1, 2)
+
+    def body(x, weights, full, sharder):
+        local = sharder.shard(x, fill=0)
+        back, whole = sharder.gather(local, fill=0), sharder.gather(local, trim=False)
+        grad = jax.grad(lambda full: (sharder.take_local(full) * sharder.take_local(weights)).sum())
+        grad = jax.lax.psum(grad(jax.lax.pcast(full, "cp", to="varying")), "cp")
+        return local, back[None], whole[None], grad, sharder.positions()
+
+    specs = (P(None, "cp"), P("cp"), P("cp"), P(), P(None, "cp"))
+    local, back, whole, grad, positions = on_ranks(
+        2, body, x, weights, np.zeros_like(weights), sharder, out_specs=specs
+    )
+    np.testing.assert_array_equal(grad, weights)
+    for rank in range(2):
+        np.testing.assert_array_equal(back[rank], np.where(given["attention_mask"][..., None], x, 0))
+        np.testing.assert_array_equal(whole[rank, ..., 0], batch["input_ids"])
+    np.testing.assert_array_equal(positions, sharder.table.reshape(2, -1))
+    wanted = np.take_along_axis(batch["input_ids"], positions, axis=1)
+    np.testing.assert_array_equal(local, np.stack([wanted, -wanted], -1))
+    with pytest.raises(ValueError, match="one for each row of the batch"):
+        sharder.take_local(weights[:1])
+    with pytest.raises(ValueError, match="one for each row of the batch"):
+        sharder.take_local(weights[0], axis=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count", "more"), [(Packed(2), 3, {}), (Zigzag(2), 2, {}), (Packed(2), 2, {"cu_seqlens": [0, 8]})]
+)
+def test_packed_rows_that_cannot_be_made(layout, count, more):
+    with pytest.raises(ValueError, match="it needs the layout Packed, a multiple of that many rows"):
+        make_batch({"input_ids": np.ones((2, 4), int), **more}, layout, packed_rows=count)
 
 
 def test_concrete_ranks_of_a_table_are_checked():

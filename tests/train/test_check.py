@@ -66,8 +66,8 @@ def test_a_mesh_that_is_right(folder, capsys):
 def test_labels_shifted_in_chunks_are_seen_in_the_loss(folder, capsys, monkeypatch):
     prepare = checking.host_batch
 
-    def shifted(small, rows, layout, length, patches):
-        batch, sharder = prepare(small, rows, layout, length, patches)
+    def shifted(small, rows, layout, *shape):
+        batch, sharder = prepare(small, rows, layout, *shape)
         if layout.cp > 1:  # each chunk has lost the label of its last token
             batch["labels"][:, sharder.padded_length // 4 - 1 :: sharder.padded_length // 4] = -100
         return batch, sharder

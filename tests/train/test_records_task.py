@@ -121,10 +121,10 @@ def test_held_out_losses_and_answers(folder, monkeypatch):
     monkeypatch.setattr(records_task, "generate", write)
     found = []
     graphdef, params, frozen = split_model(from_pretrained(folder / "base"))
-    for cp, layout in ((1, "zigzag"), (2, "packed")):
-        task = make_task(options(folder, cp, layout=layout, **held_out(folder, max_new_tokens=5)))
+    for cp, dp, layout in ((1, 1, "zigzag"), (2, 2, "packed")):
+        task = make_task(options(folder, cp, dp, layout=layout, **held_out(folder, max_new_tokens=5)))
         forward = {"transport": "ring", "dtype": jnp.dtype("float32"), "remat": "none"}
-        found.append(task.make_evaluation(graphdef, make_mesh(cp=cp), **forward)(params, frozen))
+        found.append(task.make_evaluation(graphdef, make_mesh(dp=dp, cp=cp), **forward)(params, frozen))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     loss, names = found[0], ["", "/first", "/two"]
     assert sorted(loss) == sorted(f"held_out_{kind}{name}" for kind in ("loss", "exact") for name in names)

@@ -77,7 +77,9 @@ class Run:
         schedule = make_schedule(options, steps=10)
         optimizer = make_optimizer(options, weights(MODEL), params)
         state = init_state(params, frozen, optimizer, mesh)
-        self.host, self.sharder = make_batch(prepare(MODEL, make_rows()), layout_from_name(layout, cp), streams=STREAMS)
+        parts = {"packed_rows": dp * fsdp * accumulate} if layout == "packed" else {}
+        rows = prepare(MODEL, make_rows())
+        self.host, self.sharder = make_batch(rows, layout_from_name(layout, cp), streams=STREAMS, **parts)
         self.batch = place_batch(self.host, mesh)
         step = make_train_step(graphdef, optimizer, schedule, mesh, accumulate=accumulate, transport=transport)
         lowered = step.lower(state, self.batch, self.sharder)
@@ -93,7 +95,9 @@ class Run:
     def predicted_tokens(self):
         """Of the tokens of all rows, one after the other."""
         predicted, places = self.predicted(), self.sharder.places
-        rows = predicted[:, :LENGTH] if places is None else predicted[0, places].reshape(ROWS, LENGTH)
+        if places is not None:
+            predicted = np.take_along_axis(predicted, places, axis=1)
+        rows = predicted.reshape(ROWS, -1)[:, :LENGTH]
         return rows[~prepare(MODEL, make_rows())["padding_mask"]]
 
 
@@ -102,7 +106,7 @@ run = functools.cache(Run)
 MESHES = [
     {"cp": 4},
     {"cp": 2, "layout": "contiguous", "transport": "allgather"},
-    {"cp": 2, "layout": "packed"},
+    {"cp": 2, "layout": "packed", "accumulate": 2},
     {"dp": 2, "cp": 2, "accumulate": 2},
     {"fsdp": 2, "cp": 2},
 ]

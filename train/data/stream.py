@@ -1,4 +1,4 @@
-"""The stream of batches: shuffled, shared among hosts, read ahead, and continued where a checkpoint left it."""
+"""The stream of batches: shuffled, read ahead, and continued where a checkpoint left it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EPOCHS = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """This host's rows of a batch; its shape is that of all hosts.
+    """The rows of a batch.
 
     Attributes:
         rows: of the family.
@@ -45,8 +45,6 @@ class Stream:
         *,
         batch_size: int,
         seed: int = 0,
-        host: int = 0,
-        hosts: int = 1,
         once: bool = False,
         collate: Callable[[Batch], Any] = lambda batch: batch,
     ):
@@ -54,30 +52,22 @@ class Stream:
 
         Args:
             dataset: its packs become rows.
-            batch_size: rows of a batch, over all hosts.
+            batch_size: rows of a batch.
             seed: of the order.
-            host, hosts: which run of the rows of each batch to read: the host-th of `hosts`.
             once: one epoch in the dataset's order, its last batch filled up with empty rows; for evaluation.
             collate: what to make of each batch, ahead of its time, in threads.
-
-        Raises:
-            ValueError: hosts cannot share the batch evenly.
         """
-        if batch_size % hosts:
-            raise ValueError(f"a batch of {batch_size} rows cannot be shared by {hosts} hosts: make it a multiple")
         self.dataset = dataset
         self._identity = f"{dataset.fingerprint()}-{seed}-{batch_size}-{once}"
         packs = grain.MapDataset.range(len(dataset.packs))
         if not once:
             packs = packs.seed(seed).shuffle().repeat(_EPOCHS)
-        share = batch_size // hosts
-        mine = slice(host * share, (host + 1) * share)
 
         def load(numbers: list[int]) -> Any:
             chosen = [dataset.packs[number] for number in numbers] + [[]] * (batch_size - len(numbers))
             sizes = np.array([dataset.sizes[list(pack)].sum(axis=0) for pack in chosen])
-            tokens, patches = choose_bucket(dataset.shapes, sizes)  # of all hosts' rows, so that they agree
-            rows, sources = zip(*(dataset.row(pack) for pack in chosen[mine]), strict=True)
+            tokens, patches = choose_bucket(dataset.shapes, sizes)
+            rows, sources = zip(*(dataset.row(pack) for pack in chosen), strict=True)
             return collate(Batch(rows, tokens, patches or None, sources))
 
         ahead = grain.ReadOptions(num_threads=dataset.options.workers, prefetch_buffer_size=2 * dataset.options.workers)
@@ -90,11 +80,11 @@ class Stream:
         return next(self._iterator)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream is, for JSON; the same on all hosts."""
+        """Where the stream is, for JSON."""
         return {"stream": self._identity, **self._iterator.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken, on any number of hosts.
+        """Continues where `state` was taken.
 
         Raises:
             ValueError: it is of a stream with other records, packing, seed or batch size.

@@ -302,8 +302,8 @@ class VisionLanguageModel(nnx.Module):
 
         Args:
             batch: input_ids, padding_mask, document_ids [B, T], position_ids [3, B, T] and, with images or video, the
-                vision streams and vision_index [B, T] (see `prepare`). Where the sharder flattened the rows, the
-                token streams are one row [1, T], and the vision streams are still those of the rows.
+                vision streams and vision_index [B, T] (see `prepare`). Where the sharder flattened rows, the token
+                streams have fewer of them, and the vision streams are still those of all.
             sharder: layout and lengths. Under a layout that holds no runs (striped, packed, dispatched), linear layers
                 work in contiguous order, see `LayerGroup`.
             transport, kernel: of attention, see `cpjax.attention.attention`.
