@@ -1,7 +1,7 @@
 """Time, memory and balance of cpjax beside its peers, in one run on one mesh.
 
     python -m benchmarks                              # everything: about a quarter of an hour on two cores
-    python -m benchmarks attention layouts            # some parts of: attention, recurrence, train, layouts
+    python -m benchmarks attention layouts            # some parts of: attention, recurrence, train, layouts, compile
     python -m benchmarks --quick                      # tiny sizes: whether it runs and all agree
     python -m benchmarks --out docs                   # also docs/benchmarks.json and docs/benchmarks.png
 
@@ -16,7 +16,7 @@ import argparse
 import os
 import pathlib
 
-PARTS = ("attention", "recurrence", "train", "layouts")
+PARTS = ("attention", "recurrence", "train", "layouts", "compile")
 
 
 def main() -> None:
@@ -33,8 +33,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
-    if args.out and set(args.parts) == {"layouts"}:
-        parser.error("--out draws times, of which layouts alone has none: name attention or recurrence too")
+    if args.out and args.parts and set(args.parts) <= {"layouts", "compile"}:
+        parser.error("--out draws times of runs, of which these parts have none: name attention or recurrence too")
     lengths = tuple(args.lengths or ([256] if args.quick else [4096, 16384]))
     if any(n < 1 or n % 256 for n in lengths):
         parser.error(f"--lengths {' '.join(map(str, lengths))}: each must be a multiple of 256")
@@ -48,12 +48,12 @@ def main() -> None:
         os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     import jax  # after the flags
 
-    from benchmarks import attention, layouts, output, recurrence, train
+    from benchmarks import attention, compile, layouts, output, recurrence, train
     from benchmarks.common import Settings, devices
 
     seconds = args.seconds if args.seconds is not None else 0.0 if args.quick else 10.0
     settings = Settings(args.cp, lengths, seconds, args.quick)
-    runs = {"attention": attention.run, "recurrence": recurrence.run, "train": train.run, "layouts": layouts.run}
+    runs = {part.__name__.split(".")[1]: part.run for part in (attention, recurrence, train, layouts, compile)}
     print(f"forward + backward, cp={args.cp}, {devices(args.cp)[0].platform}, jax {jax.__version__}, best of rounds")
     rows = []
     for part in PARTS:

@@ -30,6 +30,7 @@ _SHOWN = {
     "recurrence": _TIMED,
     "train": _TIMED,
     "layouts": ("seconds", "imbalance", "bound", "sent_bytes", "sent_of_held"),
+    "compile": ("seconds", "ratio"),
 }
 
 

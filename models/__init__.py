@@ -14,22 +14,23 @@ from jax.sharding import Mesh
 
 from cpjax.models.common import checkpoint
 
-__all__ = ["family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_names"]
+__all__ = ["FAMILIES", "family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_names"]
 
-_FAMILIES = {
+FAMILIES = {
     "gemma4": "cpjax.models.gemma4",
     "qwen3_5": "cpjax.models.qwen3_5",
     "qwen3_5_moe": "cpjax.models.qwen3_5_moe",
     "step3p7": "cpjax.models.step3p7",
 }
+"""The module of each family, by the `model_type` of config.json."""
 
 
 def family(model_type: str) -> ModuleType:
     """The module of a family, by the `model_type` of config.json.
 
     Each has `Config` (with `from_dict` and `to_dict`), `Model`, `weights`, `DROPPED`, `prepare` and `STREAMS`, for
-    `cpjax.models.generate` a `prefill` and a `decode`, and for the trainer's --check, --plan and MFU (Qwen3.5 only so
-    far) `forward_flops`, `reduced` and `synthetic_row`. A folder may also be laid out as `stacked_weights` says, if
+    `cpjax.models.generate` a `prefill` and a `decode`, and for the trainer's --check, --plan and MFU
+    `forward_flops`, `reduced` and `synthetic_row`. A folder may also be laid out as `stacked_weights` says, if
     there are any, and lack what its `without_absent`, if any, takes out of the configuration. A model whose layers have
     routers has `router_loss`, what their balance loss is multiplied by; one with heads of multi-token prediction has
     these in `mtp`. Both have `outputs`, which takes what a call does, and `ahead`, whether to apply the heads, and
@@ -39,9 +40,9 @@ def family(model_type: str) -> ModuleType:
     Raises:
         ValueError: no such family.
     """
-    if model_type not in _FAMILIES:
-        raise ValueError(f"model_type {model_type!r} is not supported: choose one of {', '.join(sorted(_FAMILIES))}")
-    return importlib.import_module(_FAMILIES[model_type])
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} is not supported: choose one of {', '.join(sorted(FAMILIES))}")
+    return importlib.import_module(FAMILIES[model_type])
 
 
 def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dtype: Any = None) -> Any:

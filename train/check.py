@@ -27,7 +27,7 @@ from cpjax.train.lora import add_adapters, weight_table
 from cpjax.train.processes import is_first, meet, together
 from cpjax.train.report import by_part
 from cpjax.train.step import Arrays, Teacher, init_state, make_train_step, place_arrays, place_batch, split_model
-from cpjax.train.task import check_synthetic, host_batch, read_model_config
+from cpjax.train.task import host_batch, read_model_config
 
 LOSS, GRADIENT = 1e-6, 1e-5
 """Largest differences in float32: of the loss, and of a gradient relative to its tensor's largest entry."""
@@ -58,7 +58,6 @@ def check(config: Config) -> int:
     say = Console(highlight=False, soft_wrap=True, quiet=not is_first()).print
     with together():
         model_config = read_model_config(config)
-        check_synthetic(model_config, "--check")
         check_ep(model_config, config.mesh.ep, config.mesh.cp, "the model")
     small = family(model_config.model_type).reduced(model_config)
     rows = make_rows(config, small)
@@ -154,18 +153,17 @@ def named_in_order(grads: Mapping[str, Any], table: Sequence[Weight]) -> dict[st
     weights = {weight.path: weight for weight in table}
     named: dict[str, np.ndarray] = {}
     order = {path: grads[path] for path in weights if path in grads}
-    for part in by_part(order, {path: weight.names for path, weight in weights.items()}).values():
-        pairs = [pair for path, value in part.items() for pair in weights[path].to_disk(value)]
-        named |= dict(sorted(pairs, key=lambda pair: _layer(pair[0])))
+    for part, own in by_part(order, {path: weight.names for path, weight in weights.items()}).items():
+        pairs = [pair for path, value in own.items() for pair in weights[path].to_disk(value)]
+        behind = float("inf") if part == "layers" else 0  # the last norm
+        named |= dict(sorted(pairs, key=lambda pair: _layer(pair[0], behind)))
     return named
 
 
-def _layer(name: str) -> float:
-    """The number of the layer that a tensor belongs to; the last norm and heads of multi-token prediction follow."""
-    number = re.search(r"\.layers\.(\d+)\.", name)
-    if name.startswith("mtp."):
-        return float("inf")
-    return int(number[1]) if number else float("inf") if "language_model" in name else 0
+def _layer(name: str, behind: float) -> float:
+    """The number of the layer that a tensor belongs to, `behind` for one that belongs to none."""
+    number = re.search(r"^(?!mtp\.).*\.layers\.(\d+)\.", name)
+    return int(number[1]) if number else behind
 
 
 def difference(found: np.ndarray, wanted: np.ndarray) -> float:

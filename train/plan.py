@@ -29,7 +29,7 @@ from cpjax.train.optimizer import make_optimizer, make_schedule
 from cpjax.train.progress import peak_flops, step_flops
 from cpjax.train.report import describe_parameters
 from cpjax.train.step import Teacher, TrainState, init_state, make_train_step, split_model
-from cpjax.train.task import HostBatch, check_synthetic, host_batch, read_model_config
+from cpjax.train.task import HostBatch, host_batch, read_model_config
 
 
 def plan(config: Config) -> int:
@@ -46,7 +46,6 @@ def plan(config: Config) -> int:
     gpu = GPUS[config.plan.gpu]
     mesh = gpu_mesh(sizes, gpu=config.plan.gpu, hosts=config.plan.hosts)
     model_config = read_model_config(config)
-    check_synthetic(model_config, "--plan")
     check_ep(model_config, config.mesh.ep, config.mesh.cp, "the model")
     batch, sharder = largest_batch(config, model_config)
 
@@ -115,6 +114,7 @@ def largest_batch(config: Config, model_config: Any) -> HostBatch:
     if not config.records.files:
         return DigitsTask(config, layout).next_batch()
     tokens, patches, rng = config.records.tokens, config.records.patches, np.random.default_rng(0)
+    patches += -patches % model_config.vision.spatial_merge_size**2
     row = family(model_config.model_type).synthetic_row(model_config, tokens, patches, rng)
     return host_batch(model_config, [row] * config.run.batch_size, layout, tokens, patches or None, config.parts)
 

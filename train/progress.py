@@ -52,9 +52,7 @@ class Speed:
     def __init__(self, mesh: Mesh, model_config: Any, trained: float, teacher_config: Any = None):
         self._count, self._local = mesh.size, mesh.local_devices
         self._flops = functools.partial(step_flops, model_config, trained=trained, teacher_config=teacher_config)
-        families = [family(config.model_type) for config in (model_config, teacher_config) if config]
-        known = all(hasattr(module, "forward_flops") for module in families)
-        self._peak = peak_flops(self._local[0].device_kind) if known else None
+        self._peak = peak_flops(self._local[0].device_kind)
 
     def record(self, batch: Mapping[str, np.ndarray], tokens: float, seconds: float) -> dict[str, float]:
         """tokens_per_second, that per device, mfu and memory_bytes (most that a device has held), where known."""

@@ -17,6 +17,7 @@ from cpjax.train.step import Arrays
 
 _PARTS = {
     "merger": r"merger|projector",
+    "audio tower": r"audio",
     "vision tower": r"visual|vision",
     "embeddings": r"embed_tokens",
     "head": r"lm_head",
@@ -27,7 +28,7 @@ _PARTS = {
 
 def by_part(arrays: Arrays, names: Mapping[str, Sequence[str]]) -> dict[str, Arrays]:
     """Splits arrays into the parts of a model, in the order of a forward pass; buffers without a name are left out."""
-    order = ("vision tower", "merger", "embeddings", "layers", "head")
+    order = ("vision tower", "merger", "audio tower", "embeddings", "layers", "head")
     parts: dict[str, Arrays] = {part: {} for part in order}
     for path, array in arrays.items():
         if path in names:

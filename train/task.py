@@ -93,12 +93,6 @@ def read_model_config(config: Config) -> Any:
     return family(str(source.get("model_type"))).Config.from_dict(source)
 
 
-def check_synthetic(model_config: Any, option: str) -> None:
-    """Raises ValueError unless rows, and the operations they take, can be made up for the model."""
-    if not hasattr(family(model_config.model_type), "synthetic_row"):
-        raise ValueError(f"{option} does not know {model_config.model_type} models yet: go without it")
-
-
 def host_batch(
     model_config: Any, rows: Sequence[Any], layout: Layout, length: int, num_patches: int | None, parts: int = 1
 ) -> HostBatch:

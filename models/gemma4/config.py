@@ -162,6 +162,11 @@ class VisionConfig:
         """Values of one flattened patch: height x width x channels."""
         return 3 * self.patch_size**2
 
+    @property
+    def spatial_merge_size(self) -> int:
+        """Patches along each side that become one token, by the name that all families have."""
+        return self.pooling_kernel_size
+
 
 @dataclasses.dataclass(frozen=True)
 class AudioConfig:

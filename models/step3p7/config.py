@@ -109,9 +109,14 @@ class TextConfig:
         return self.layer_types or ()
 
     @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The decoder layers."""
+        return self._layers(self.types, self.mlp_layer_types, 0)
+
+    @property
     def stacks(self) -> tuple[Stack, ...]:
         """The decoder layers as few patterns, each repeated: what is traced once for each layer of a pattern."""
-        return stack(self._layers(self.types, self.mlp_layer_types, 0))
+        return stack(self.layers)
 
     @property
     def mtp_layers(self) -> tuple[Layer, ...]:

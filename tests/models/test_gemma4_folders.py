@@ -98,6 +98,19 @@ RELEASED = {
         ),
         audio=None,
     ),
+    "26B-A4B": dict(
+        text=dict(
+            hidden_size=2816, intermediate_size=2112, num_hidden_layers=30, num_attention_heads=16,
+            num_key_value_heads=8, num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=1024,
+            hidden_size_per_layer_input=0, use_bidirectional_attention="vision", final_logit_softcapping=30.0,
+            enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        ),
+        vision=dict(
+            hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16,
+            num_key_value_heads=16, head_dim=72, standardize=True,
+        ),
+        audio=None,
+    ),
     "E2B": dict(
         text=dict(
             hidden_size=1536, intermediate_size=6144, num_hidden_layers=35, num_attention_heads=8,

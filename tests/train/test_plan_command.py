@@ -6,10 +6,12 @@ import json
 import jax
 import pytest
 
+from cpjax.models import FAMILIES, family
 from cpjax.plan import Collective, Report, gpu_mesh
 from cpjax.train.config import Config, MeshConfig, ModelConfig, PlanConfig, RecordsConfig, RunConfig
 from cpjax.train.plan import describe, largest_batch, plan
 from cpjax.train.task import read_model_config
+from tests.models.families import CONFIGS
 from tests.train.small import MODEL
 
 # JAX caches such programs, and cannot read them back.
@@ -48,6 +50,17 @@ def test_rows_are_as_long_as_records_may_be(config):
     assert not batch["padding_mask"][:, :1000].any() and (batch["vision_segment_ids"] > 0).mean() > 0.75
     text = dataclasses.replace(config, records=dataclasses.replace(config.records, patches=0))
     assert "pixel_values" not in largest_batch(text, read_model_config(config))[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_of_every_family(config, name):
+    """Patches are rounded up to whole tokens."""
+    small = family(name).reduced(CONFIGS[name])
+    records = dataclasses.replace(config.records, tokens=100, patches=130)
+    batch, _ = largest_batch(dataclasses.replace(config, records=records), small)
+    patches = batch["vision_segment_ids"]
+    assert patches.shape[1] in range(130, 130 + small.vision.spatial_merge_size**2)
+    assert (patches > 0).any() and (batch["document_ids"][:, :100] == 1).all()
 
 
 def test_a_plan_says_what_a_step_takes(config, capsys):

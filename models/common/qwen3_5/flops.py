@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from cpjax.models.common.flops import causal_pairs, run_lengths
 from cpjax.models.common.qwen3_5.config import FULL, Config, TextConfig, VisionConfig
 
 
@@ -17,15 +18,15 @@ def forward_flops(config: Config, batch: Mapping[str, np.ndarray]) -> float:
     does beyond that, nor norms and activations. A head of multi-token prediction counts as if it were trained.
     """
     text, vision = config.text, config.vision
-    documents = _lengths(batch["document_ids"])
+    documents = run_lengths(batch["document_ids"])
     ahead = text.mtp_num_hidden_layers
     full, layers = text.types.count(FULL) + ahead, text.num_hidden_layers + ahead
     per_token = full * _full(text) + (layers - full) * _linear(text) + layers * text.mlp_products
     per_token += text.hidden_size * ((1 + ahead) * text.vocab_size + ahead * 2 * text.hidden_size)
-    pairs = (documents * (documents + 1)).sum() / 2
+    pairs = causal_pairs(documents)
     flops = 2 * per_token * documents.sum() + 4 * full * text.num_attention_heads * text.head_dim * pairs
     if "vision_segment_ids" in batch:
-        frames = _lengths(batch["vision_segment_ids"])
+        frames = run_lengths(batch["vision_segment_ids"])
         flops += 2 * _patch(vision) * frames.sum()
         flops += 4 * vision.depth * vision.hidden_size * np.square(frames).sum()
     return float(flops)
@@ -51,9 +52,3 @@ def _patch(vision: VisionConfig) -> float:
     layers = vision.depth * (4 * size * size + 2 * size * vision.intermediate_size)
     merger = block * size * (block * size + vision.out_hidden_size)
     return vision.patch_dim * size + layers + merger / block
-
-
-def _lengths(ids: np.ndarray) -> np.ndarray:
-    """Lengths of the runs of equal ids [B, N] > 0 of all rows."""
-    keyed = ids.astype(np.int64) + np.arange(len(ids))[:, None] * (int(ids.max(initial=0)) + 1)
-    return np.bincount(keyed[ids > 0]).astype(np.float64)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 
 from cpjax.models.common.qwen3_5.config import Config
 from cpjax.models.common.qwen3_5.prepare import Media, Row
-from cpjax.shard import IGNORE
+from cpjax.models.common.synthetic import square_images, synthetic_text
 
 
 def reduced(config: Config) -> Config:
@@ -35,28 +34,13 @@ def reduced(config: Config) -> Config:
 
 
 def synthetic_row(config: Config, length: int, patches: int, rng: np.random.Generator, documents: int = 1) -> Row:
-    """A row of random text and equal square images, each of up to 32 x 32 patches, spread evenly over it.
-
-    Args:
-        length: of the row.
-        patches: that the images have together, or as many as the row has room for.
-        documents: that the row consists of; an image lies in one of them.
-    """
+    """A row of random text and equal square images, see `square_images` and `synthetic_text`."""
     merge = config.vision.spatial_merge_size
-    side = merge * (math.isqrt(min(patches // 2, 1024)) // merge)
-    run = (side // merge) ** 2
-    count = min(patches // side**2, length // (run + 1)) if side else 0
-    pieces = max(count, documents)
+    side, count = square_images(length, patches, documents, merge)
     special = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
-    ids = rng.choice(np.setdiff1d(np.arange(1, config.text.vocab_size), special), length).astype(np.int32)
-    piece = np.arange(length) * pieces // length
-    labels = np.where(rng.random(length) < 0.5, ids, IGNORE)
-    for number in range(count):
-        places = np.flatnonzero(piece == number)
-        start = places[0] + (len(places) - run) // 2
-        ids[start : start + run] = config.image_token_id
-        labels[start : start + run] = IGNORE
+    tokens = np.setdiff1d(np.arange(1, config.text.vocab_size), special)
+    runs = [(config.image_token_id, (side // merge) ** 2)] * count
+    text = synthetic_text(length, runs, documents, tokens, rng)
     pixels = rng.normal(size=(side * side, config.vision.patch_dim)).astype(np.float32)
     media = [Media(np.roll(pixels, number, axis=0), (1, side, side)) for number in range(min(count, 2))]
-    media += media[-1:] * (count - len(media))
-    return Row(ids, labels, 1 + piece * documents // pieces, media)
+    return Row(*text, media + media[-1:] * (count - len(media)))

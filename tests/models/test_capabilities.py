@@ -1,0 +1,151 @@
+"""The README's table of capabilities: each family is run on every layout, by every transport, with all it can do."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from cpjax.mesh import make_mesh
+from cpjax.models import FAMILIES, family
+from cpjax.models.capabilities import LAYOUTS, NO, TRANSPORTS, YES, capabilities, update
+from cpjax.shard import Dispatched, Identity, SliceKind, dispatch, layout_from_name, make_batch
+
+from . import test_gemma4_parity, test_qwen3_5_cp, test_qwen3_5_layouts, test_step3p7_cp
+from .families import CONFIGS
+
+README = pathlib.Path(__file__).parent.parent.parent / "README.md"
+
+LENGTH = 61
+
+WAYS = [
+    ("gemma4", "striped", 2, "ulysses"),
+    ("gemma4", "packed", 2, "ring"),
+    ("gemma4", "dispatched", 2, "allgather"),
+    ("qwen3_5", "zigzag", 2, "ulysses"),
+    ("qwen3_5", "contiguous", 4, "ring_ulysses:2"),
+    ("qwen3_5_moe", "striped", 2, "ulysses"),
+    ("qwen3_5_moe", "packed", 4, "ring_ulysses:2"),
+    ("qwen3_5_moe", "dispatched", 2, "ring"),
+    ("step3p7", "striped", 4, "ring_ulysses:2"),
+    ("step3p7", "dispatched", 2, "ring"),
+]
+"""What the tests of gradients of each family leave out."""
+
+ELSEWHERE = {
+    test_gemma4_parity.test_loss_and_every_gradient_equal_the_dense_ones: "gemma4",
+    test_qwen3_5_cp.test_loss_and_every_gradient_equal_the_dense_ones: None,  # both
+    test_qwen3_5_layouts.test_documents_have_the_loss_and_every_gradient_of_one_by_one: "qwen3_5",
+    test_step3p7_cp.test_losses_and_every_gradient_equal_the_dense_ones: "step3p7",
+}
+"""These, and of which family; they name layout and transport, or use the ring."""
+
+
+@functools.cache
+def subject(name):
+    """Structure, float64 parameters, none of them neutral, and buffers of the narrow model; and the batch of a row."""
+    module = family(name)
+    config = module.reduced(CONFIGS[name])
+    row = module.synthetic_row(config, LENGTH, 128, np.random.default_rng(0), documents=2)
+    if capabilities(name)["video"] == YES:  # the last image becomes one
+        ids, media = row.input_ids.copy(), [*row.media[:-1], dataclasses.replace(row.media[-1], modality="video")]
+        tokens = len(media[-1].patches) // config.vision.spatial_merge_size**2
+        ids[np.flatnonzero(ids == config.image_token_id)[-tokens:]] = config.video_token_id
+        row = dataclasses.replace(row, input_ids=ids, media=media)
+    rng = np.random.default_rng(1)
+    model = nnx.eval_shape(lambda: module.Model(config, rngs=nnx.Rngs(0), dtype=jnp.float64))
+    graph, params, buffers = nnx.split(model, nnx.Param, ...)
+
+    def draw(leaf):
+        scale = 0.5 if leaf.ndim < 3 else leaf.shape[-2] ** -0.5
+        return jnp.asarray(scale * rng.normal(size=leaf.shape))
+
+    params, buffers = jax.tree.map(draw, params), jax.tree.map(lambda leaf: jnp.ones(leaf.shape), buffers)
+    return graph, params, buffers, module.prepare(config, [row])
+
+
+def outputs(name, layout, transport="ring"):
+    """Final hidden states of the row's tokens, and what heads of multi-token prediction make of them: [n, S, E]."""
+    graph, params, buffers, host = subject(name)
+    batch, sharder = make_batch(host, layout, streams=family(name).STREAMS)
+
+    def local(params, buffers, batch):
+        model = nnx.merge(graph, params, buffers)
+        options = {"transport": transport, "remat": "none"}
+        hidden = model(batch, sharder, **options)
+        ahead = model.ahead(hidden, batch, sharder, **options) if getattr(model, "mtp", ()) else []
+        return jnp.concatenate([hidden, *(state for state, _ in ahead)])
+
+    run = local
+    if sharder.cp > 1:
+        spec = jax.sharding.PartitionSpec
+        run = jax.shard_map(
+            local, mesh=make_mesh(cp=sharder.cp), in_specs=spec(), out_specs=spec(None, "cp"), axis_names={"cp"}
+        )
+    by_rank = np.asarray(jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})(params, buffers, batch))
+    sources = sharder.sources()
+    inverse = sharder.inverse() if sharder.cp > 1 else np.arange(LENGTH)
+    return by_rank[:, inverse][:, np.argsort(np.where(sources < 0, LENGTH, sources), kind="stable")[:LENGTH]]
+
+
+@functools.cache
+def dense(name):
+    return outputs(name, Identity())
+
+
+def layout_of(layout, cp, name):
+    if layout != "dispatched":
+        return layout_from_name(layout, cp)
+    starts = np.flatnonzero(np.diff(subject(name)[3]["document_ids"][0], prepend=0))
+    ends = [*starts[1:], LENGTH]
+    slices = [[a, b, a, b, SliceKind.CAUSAL] for a, b in zip(starts, ends, strict=True)]
+    return dispatch(slices, LENGTH, Dispatched(cp, chunk_size=2))[0]
+
+
+@pytest.mark.parametrize(("name", "layout", "cp", "transport"), WAYS)
+def test_outputs_equal_the_unsharded_ones(name, layout, cp, transport):
+    """Gradients under each layout and transport are compared in the tests of attention."""
+    with jax.enable_x64(True):
+        found, wanted = outputs(name, layout_of(layout, cp, name), transport), dense(name)
+    assert wanted.std() > 0.1
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_row_has_all_that_the_family_can_do(name):
+    with jax.enable_x64(True):
+        graph, *state, batch = subject(name)
+    model, config = nnx.merge(graph, *state), family(name).reduced(CONFIGS[name])
+    ids = batch["input_ids"]
+    has = {
+        "packed documents": set(batch["document_ids"].flat) == {1, 2},
+        "images": (ids == config.image_token_id).any() and "pixel_values" in batch,
+        "video": hasattr(config, "video_token_id") and (ids == config.video_token_id).any(),
+        "sound": "audio_features" in batch and (batch["audio_index"] >= 0).any(),
+        "experts over ranks (ep)": any("experts" in path for path, _ in nnx.to_flat_state(state[0])),
+        "heads of multi-token prediction": len(getattr(model, "mtp", ())) > 0,
+    }
+    can = capabilities(name)
+    assert {feature: YES if found else NO for feature, found in has.items()} == {
+        row: can[row] for row in can if row not in (*LAYOUTS, *TRANSPORTS)
+    }
+
+
+def test_every_layout_and_transport_of_the_table_has_its_test():
+    tested = {(name, row) for name, layout, _, transport in WAYS for row in (layout, transport.split(":")[0])}
+    for test, name in ELSEWHERE.items():
+        [mark] = [mark for mark in test.pytestmark if mark.name == "parametrize"]
+        for values in mark.args[1]:
+            case = {"transport": "ring", **dict(zip(mark.args[0], values, strict=True))}
+            of = name or {"small_model": "qwen3_5", "sparse_model": "qwen3_5_moe"}[case["model"].__name__]
+            tested |= {(of, case["name"]), (of, case["transport"].split(":")[0])}
+    assert tested == {(name, row) for name in FAMILIES for row in (*LAYOUTS, *TRANSPORTS)}
+    assert all(capabilities(name)[row] != NO for name, row in tested)
+
+
+def test_the_readme_has_the_table_of_today():
+    assert update(README.read_text()) == README.read_text()
