@@ -62,7 +62,7 @@ def check_tp(config: Any, tp: int, model: str) -> None:
         for name, value in values.items():
             if isinstance(value, Mapping):
                 check(value, f"{prefix}{name}.")
-            elif _HEADS.search(name) and value % tp:
+            elif _HEADS.search(name) and (value or 0) % tp:  # some may be None
                 raise ValueError(
                     f"tp is {tp}, but {model} has {prefix}{name} {value}: tp must divide every number of heads and "
                     "hidden features, so lower it and raise fsdp or cp instead"
