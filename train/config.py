@@ -21,7 +21,9 @@ class ModelConfig:
     """Model"""
 
     path: str = ""
-    """Folder of a Hugging Face checkpoint to start from; empty: from scratch, with the sizes below."""
+    """Folder of a Hugging Face checkpoint to start from; empty: from scratch, with the family and the sizes below."""
+    family: Literal["qwen3_5", "qwen3_5_moe", "gemma4", "step3p7"] = "qwen3_5"
+    """Family of a model from scratch: Qwen3.5, that with experts, Gemma 4, or Step 3.7."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the parameters and of what the optimizer keeps of them."""
     compute_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
@@ -33,7 +35,8 @@ class ModelConfig:
     hidden_size: int = 64
     """Width of a token, in numbers."""
     layers: int = 4
-    """Layers of the language model; every fourth is full attention, the others are linear attention."""
+    """Layers of the language model; every fourth is full attention, the others are linear attention (Qwen3.5) or see a
+    sliding window."""
     heads: int = 4
     """Query heads of a full-attention layer."""
     kv_heads: int = 2
@@ -41,9 +44,9 @@ class ModelConfig:
     head_dim: int = 32
     """Width of a head of a full-attention layer, in numbers."""
     linear_heads: int = 1
-    """Heads of a linear-attention layer."""
+    """Heads of a linear-attention layer; for Qwen3.5."""
     linear_head_dim: int = 128
-    """Width of a head of a linear-attention layer, in numbers; it remembers about as many things."""
+    """Width of a head of a linear-attention layer, in numbers; it remembers about as many things. For Qwen3.5."""
     vision_hidden_size: int = 48
     """Width of an image patch in the vision tower, in numbers."""
     vision_layers: int = 1
@@ -57,8 +60,8 @@ class ModelConfig:
         return self.dtype if self.compute_dtype == "same" else self.compute_dtype
 
     def sizes_given(self) -> list[str]:
-        """The options of sizes, meant for a model from scratch, that differ from their defaults."""
-        sizes = [field for field in dataclasses.fields(self) if isinstance(field.default, int)]
+        """The options meant for a model from scratch, its family and sizes, that differ from their defaults."""
+        sizes = [field for field in dataclasses.fields(self) if field.name == "family" or field.type == "int"]
         return [f"--model.{size.name}" for size in sizes if getattr(self, size.name) != size.default]
 
 

@@ -18,9 +18,8 @@ from typing import Literal
 import numpy as np
 from scipy.ndimage import affine_transform
 
-from cpjax.models.qwen3_5 import Config, Media, Row, patchify
 from cpjax.shard import IGNORE
-from cpjax.train.config import DataConfig, ModelConfig
+from cpjax.train.config import DataConfig
 
 SOURCE = (
     "Optical Recognition of Handwritten Digits: 1,797 scans of 8 x 8 pixels; E. Alpaydin and C. Kaynak, UCI Machine "
@@ -32,7 +31,7 @@ _SPECIAL = ("<pad>", "<bos>", "<vision_start>", "<vision_end>", "<image>", "<vid
 _NAMES = tuple(f"{letter}{number}" for letter in "abcdefgh" for number in range(1, 9))
 VOCABULARY = (*_SPECIAL, *"0123456789", "read", "copy", "sum", "sort", "=", *_NAMES)
 """The word of each token id."""
-_ID = {word: token for token, word in enumerate(VOCABULARY)}
+ID = {word: token for token, word in enumerate(VOCABULARY)}
 
 _ASKED = {"read": 1, "copy": 3, "sum": 2, "sort": 3}
 """Images that a question of each kind is about."""
@@ -61,15 +60,23 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document: the row for the model, its images [n, 8, 8] in 0 .. 1, and those questions that count."""
+    """A document.
 
-    row: Row
+    Attributes:
+        input_ids: [S].
+        labels: [S], -100 = no target.
+        images: [n, 8, 8] in 0 .. 1, in the order of their tokens.
+        questions: those that count.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
     images: np.ndarray
     questions: tuple[Question, ...]
 
     def text(self) -> str:
         """The document in words."""
-        return " ".join(VOCABULARY[token] for token in self.row.input_ids)
+        return " ".join(VOCABULARY[token] for token in self.input_ids)
 
 
 def describe(data: DataConfig) -> str:
@@ -80,59 +87,9 @@ def describe(data: DataConfig) -> str:
     )
 
 
-def model_config(sizes: ModelConfig) -> Config:
-    """A Qwen3.5 of these sizes for this vocabulary: a token is a word, a patch is 4 x 4 pixels, an image one token."""
-    rotated = sizes.head_dim // 8  # frequencies; a quarter of each head turns
-    height = rotated // 4
-    return Config.from_dict(
-        {
-            "architectures": ["Qwen3_5ForConditionalGeneration"],
-            "model_type": "qwen3_5",
-            "tie_word_embeddings": False,
-            "image_token_id": _ID["<image>"],
-            "video_token_id": _ID["<video>"],
-            "vision_start_token_id": _ID["<vision_start>"],
-            "vision_end_token_id": _ID["<vision_end>"],
-            "text_config": {
-                "vocab_size": len(VOCABULARY),
-                "pad_token_id": _ID["<pad>"],
-                "hidden_size": sizes.hidden_size,
-                "intermediate_size": 3 * sizes.hidden_size,
-                "num_hidden_layers": sizes.layers,
-                "num_attention_heads": sizes.heads,
-                "num_key_value_heads": sizes.kv_heads,
-                "head_dim": sizes.head_dim,
-                "linear_num_key_heads": sizes.linear_heads,
-                "linear_num_value_heads": sizes.linear_heads,
-                "linear_key_head_dim": sizes.linear_head_dim,
-                "linear_value_head_dim": sizes.linear_head_dim,
-                "rope_parameters": {
-                    "rope_theta": 10000.0,
-                    "partial_rotary_factor": 0.25,
-                    "mrope_section": [rotated - 2 * height, height, height],
-                },
-            },
-            "vision_config": {
-                "depth": sizes.vision_layers,
-                "hidden_size": sizes.vision_hidden_size,
-                "intermediate_size": 2 * sizes.vision_hidden_size,
-                "num_heads": sizes.vision_heads,
-                "patch_size": 4,
-                "out_hidden_size": sizes.hidden_size,
-                "num_position_embeddings": 16,
-            },
-        }
-    )
-
-
 def length(data: DataConfig) -> int:
     """Tokens that every document is padded to."""
     return data.tokens
-
-
-def num_patches(data: DataConfig) -> int:
-    """Image patches of every document."""
-    return 4 * data.images
 
 
 def documents(
@@ -177,10 +134,10 @@ def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train"
     images = np.stack([_moved(scan, rng) if train else scan for scan in scans[picked]])
     values = digits[picked]
 
-    tokens, labels = [_ID["<bos>"]], [IGNORE]
+    tokens, labels = [ID["<bos>"]], [IGNORE]
 
     def say(*words: str, answer: bool = False) -> None:
-        ids = [_ID[word] for word in words]
+        ids = [ID[word] for word in words]
         tokens.extend(ids)
         labels.extend(ids if answer else [IGNORE] * len(ids))
 
@@ -222,8 +179,7 @@ def _document(data: DataConfig, rng: np.random.Generator, split: Literal["train"
                 text = " ".join([kind, *(_NAMES[names[image]] for image in about)])
                 answer = start + np.flatnonzero(np.array(labels[start:]) != IGNORE)
                 questions.append(Question(kind, text, answer, tuple(map(int, about))))
-    row = Row(np.array(tokens), np.array(labels), None, [_media(image) for image in images])
-    return Document(row, images, tuple(questions))
+    return Document(np.array(tokens), np.array(labels), images, tuple(questions))
 
 
 def _section(data: DataConfig, rng: np.random.Generator, step: int) -> int:
@@ -241,11 +197,3 @@ def _moved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     center = np.array([3.5, 3.5])
     offset = center - matrix @ center + rng.uniform(-0.7, 0.7, 2)
     return affine_transform(image, matrix, offset, order=1)
-
-
-def _media(image: np.ndarray) -> Media:
-    """[8, 8] in 0 .. 1 as the tower's patches: three equal channels in -1 .. 1."""
-    return patchify(_VISION, np.repeat((2 * image - 1)[..., None], 3, axis=-1))
-
-
-_VISION = model_config(ModelConfig()).vision  # its patch geometry does not depend on the sizes

@@ -17,13 +17,14 @@ import yaml
 from jax.sharding import Mesh
 
 from cpjax.mesh import make_mesh
-from cpjax.models import from_pretrained
+from cpjax.models import family, from_pretrained
 from cpjax.shard import Layout, Sharder, layout_from_name
 from cpjax.train import digits
 from cpjax.train.config import DataConfig
 from cpjax.train.devices import MAX_VIRTUAL, set_up_devices
 from cpjax.train.errors import computing, run_command
 from cpjax.train.metrics import metric_words
+from cpjax.train.presets import media
 from cpjax.train.step import Arrays, make_eval_step, place_batch, split_model
 from cpjax.train.task import HostBatch, host_batch
 
@@ -40,9 +41,14 @@ Counts = dict[str, np.ndarray]
 def digits_batch(
     model_config: Any, data: DataConfig, documents: Sequence[digits.Document], layout: Layout, parts: int = 1
 ) -> HostBatch:
-    """Documents as a padded host batch, see there; its shapes depend on the options alone: a step compiles once."""
-    rows = [document.row for document in documents]
-    return host_batch(model_config, rows, layout, digits.length(data), digits.num_patches(data), parts)
+    """Documents as a padded host batch, see there; its shapes depend on the options alone, so that a step compiles once."""
+    module = family(model_config.model_type)
+    rows = [
+        module.Row(document.input_ids, document.labels, media=[media(model_config, image) for image in document.images])
+        for document in documents
+    ]
+    num_patches = data.images * len(rows[0].media[0].patches)
+    return host_batch(model_config, rows, layout, digits.length(data), num_patches, parts)
 
 
 @computing()
@@ -81,7 +87,7 @@ def count_right(documents: Sequence[digits.Document], answers: Sequence[Sequence
 
 def is_right(document: digits.Document, question: digits.Question, answer: np.ndarray) -> bool:
     """Whether every token of an answer is the one in the document."""
-    return np.array_equal(answer, np.asarray(document.row.input_ids)[question.answer])
+    return np.array_equal(answer, document.input_ids[question.answer])
 
 
 def accuracies(counts: Counts) -> dict[str, float]:
@@ -188,7 +194,7 @@ def draw_question(document: digits.Document, question: digits.Question, answer: 
     lines = [
         "   ".join("".join(2 * _SHADES[level] for level in row[i]) for row in levels) for i in range(len(levels[0]))
     ]
-    ids = np.asarray(document.row.input_ids)
+    ids = document.input_ids
     equals = [digits.VOCABULARY[ids[place - 1]] == "=" for place in question.answer]  # as in the document, before these
     said, wanted = (
         " ".join("= " * equal + digits.VOCABULARY[token] for token, equal in zip(tokens, equals, strict=True))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from cpjax.models import family
 from cpjax.models.common.checkpoint import CONFIG, read_json
 from cpjax.shard import Layout, Packed, Sharder, make_batch
-from cpjax.train import digits
+from cpjax.train import presets
 from cpjax.train.config import Config
 from cpjax.train.step import Arrays
 
@@ -82,13 +82,13 @@ def open_task(config: Config, layout: Layout) -> Task:
 
 
 def read_model_config(config: Config) -> Any:
-    """The configuration of the model that is trained: that of its folder, or the default job's.
+    """The configuration of the model that is trained: that of its folder, or a small one of its family.
 
     Raises:
-        ValueError: no configuration of a known family is there.
+        ValueError: no configuration of a known family is there, or sizes that do not fit each other or the family.
     """
     if not config.model.path:
-        return digits.model_config(config.model)
+        return presets.model_config(config.model)
     source = read_json(pathlib.Path(config.model.path) / CONFIG)
     return family(str(source.get("model_type"))).Config.from_dict(source)
 

@@ -67,7 +67,7 @@ def check_tp(config: Any, tp: int, model: str) -> None:
         ValueError: a number of heads or hidden features that tp does not divide.
     """
     for name, value in _fields(config).items():
-        if _HEADS.search(name) and value % tp:
+        if _HEADS.search(name) and (value or 0) % tp:  # some may be None
             raise ValueError(
                 f"tp is {tp}, but {model} has {name} {value}: tp must divide every number of heads and hidden "
                 "features, so lower it and raise fsdp or cp instead"

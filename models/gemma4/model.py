@@ -66,7 +66,8 @@ class Attention(nnx.Module):
     """Grouped-query attention of normed queries, keys and values, unscaled.
 
     A full layer may have keys for values (before norm and rope); a `shared` one takes both from an earlier layer. Fresh
-    query and key projections are equal, so that a token starts by attending to tokens like itself.
+    query and key projections of full layers are equal, so that a token starts by attending to tokens like itself;
+    those of sliding layers are not, so that it starts by attending to all that are near.
     """
 
     v_proj: Linear | None = None
@@ -81,8 +82,9 @@ class Attention(nnx.Module):
         if not shared:
             self.k_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
             self.k_norm = RMSNorm(self.head_dim, self.eps, dtype=dtype)
-            keys = self.k_proj.kernel[...].reshape(size, kv_heads, self.head_dim)
-            self.q_proj.kernel = nnx.Param(jnp.repeat(keys, heads // kv_heads, axis=1).reshape(size, -1))
+            if kind == FULL:
+                keys = self.k_proj.kernel[...].reshape(size, kv_heads, self.head_dim)
+                self.q_proj.kernel = nnx.Param(jnp.repeat(keys, heads // kv_heads, axis=1).reshape(size, -1))
             if kind == SLIDING or not config.attention_k_eq_v:
                 self.v_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
 

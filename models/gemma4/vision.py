@@ -89,8 +89,9 @@ class Vision(nnx.Module):
         self.config = config
         size = config.hidden_size
         self.input_proj = Linear(config.patch_dim, size, dtype=dtype, rngs=rngs)
-        # First the rows of the columns' positions, then those of the rows'.
-        table = 0.02 * jax.random.normal(rngs.params(), (2 * config.position_embedding_size, size), dtype)
+        # First the rows of the columns' positions, then those of the rows'; both together are of a patch's scale, as
+        # only they tell pooling where a patch was.
+        table = 0.5**0.5 * jax.random.normal(rngs.params(), (2 * config.position_embedding_size, size), dtype)
         self.pos_embed = nnx.Param(table.astype(dtype))
         self.blocks = stack_layers(
             lambda rngs: VisionBlock(config, dtype=dtype, rngs=rngs), config.num_hidden_layers, rngs

@@ -59,7 +59,8 @@ class Local:
 class Attention(nnx.Module):
     """Grouped-query attention with q/k norm, partial rope, and one gate for the output of each head.
 
-    Fresh query and key projections are equal, so that a token starts by attending to tokens like itself.
+    Fresh query and key projections of full layers are equal, so that a token starts by attending to tokens like itself;
+    those of sliding layers are not, so that it starts by attending to all that are near.
     """
 
     def __init__(self, config: TextConfig, layer: Layer, *, dtype: Any, rngs: nnx.Rngs):
@@ -73,9 +74,10 @@ class Attention(nnx.Module):
         self.v_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
         self.g_proj = Linear(size, heads, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(heads * self.head_dim, size, scale=RESIDUAL_SCALE, dtype=dtype, rngs=rngs)
-        keys = self.k_proj.kernel[...].reshape(size, kv_heads, 1, self.head_dim)
-        queries = jnp.broadcast_to(keys, (size, kv_heads, heads // kv_heads, self.head_dim))
-        self.q_proj.kernel = nnx.Param(queries.reshape(size, -1))
+        if not layer.sliding:
+            keys = self.k_proj.kernel[...].reshape(size, kv_heads, 1, self.head_dim)
+            queries = jnp.broadcast_to(keys, (size, kv_heads, heads // kv_heads, self.head_dim))
+            self.q_proj.kernel = nnx.Param(queries.reshape(size, -1))
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, zero_centered=True, dtype=dtype)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, zero_centered=True, dtype=dtype)
 

@@ -5,7 +5,7 @@ import pytest
 
 from cpjax.mesh import make_mesh
 from cpjax.shard import IGNORE, layout_from_name
-from cpjax.train import digits
+from cpjax.train import digits, presets
 from cpjax.train.config import DataConfig, ModelConfig
 from cpjax.train.evaluate import accuracies, ask, count_right, draw_question
 
@@ -24,9 +24,9 @@ def test_answers_are_the_digits_in_the_images(split):
     scans, labels, members = digits._scans()
     known = {scans[i].tobytes(): labels[i] for i in members["held_out"]}
     for document in digits.documents(DATA, 3, 5, 2, split):
-        ids, targets = np.asarray(document.row.input_ids), np.asarray(document.row.labels)
+        ids, targets = document.input_ids, document.labels
         assert len(ids) == len(targets) <= digits.length(DATA) and len(ids) > 1000
-        assert len(document.images) == len(document.row.media) == DATA.images >= 24
+        assert len(document.images) == DATA.images >= 24
         if split == "held_out":  # to learn from, a document may show one image at a time
             assert {question.kind for question in document.questions} == {"read", "copy", "sum", "sort"}
         for question in document.questions:
@@ -44,7 +44,7 @@ def test_answers_are_the_digits_in_the_images(split):
 def test_a_question_is_shown_with_its_answer_as_the_document_says_it():
     [document] = digits.documents(DATA, 0, 0, 1, "held_out")
     for question in document.questions:
-        ids = np.asarray(document.row.input_ids)
+        ids = document.input_ids
         shown = draw_question(document, question, ids[question.answer]).splitlines()[-1]
         values = [digits.VOCABULARY[token] for token in ids[question.answer]]
         if question.kind in ("sum", "sort"):
@@ -56,7 +56,7 @@ def test_a_question_is_shown_with_its_answer_as_the_document_says_it():
 
 def test_held_out_questions_are_about_images_far_back_not_asked_about_before():
     for document in digits.documents(DATA, 0, 0, 4, "held_out"):
-        ids = np.asarray(document.row.input_ids)
+        ids = document.input_ids
         images = np.flatnonzero(ids == digits.VOCABULARY.index("<image>"))
         for question in document.questions:
             assert question.answer[0] - images[list(question.images)].max() >= DATA.tokens // 8
@@ -69,7 +69,7 @@ def test_held_out_questions_are_about_images_far_back_not_asked_about_before():
 def test_training_starts_with_sections_and_moves_on_to_whole_documents():
     def whole(step):
         documents = digits.documents(DATA, 0, step, 64, "train")
-        shown = [np.flatnonzero(np.asarray(d.row.input_ids) == digits.VOCABULARY.index("<image>")) for d in documents]
+        shown = [np.flatnonzero(d.input_ids == digits.VOCABULARY.index("<image>")) for d in documents]
         return np.mean([at[-1] < 6 * DATA.images for at in shown])
 
     assert whole(0) < 0.35 and whole(200) > 0.6
@@ -84,7 +84,7 @@ def test_train_and_held_out_share_no_image():
 def test_a_document_depends_on_its_own_arguments_alone():
     several = digits.documents(DATA, 1, 7, 3, "train")
     for again, document in zip(digits.documents(DATA, 1, 7, 2, "train"), several[:2], strict=True):
-        np.testing.assert_array_equal(again.row.input_ids, document.row.input_ids)
+        np.testing.assert_array_equal(again.input_ids, document.input_ids)
         np.testing.assert_array_equal(again.images, document.images)
     texts = {
         d.text() for seed, step in ((1, 7), (1, 8), (2, 7)) for d in digits.documents(DATA, seed, step, 3, "train")
@@ -107,7 +107,7 @@ def test_answers_are_looked_up_where_the_layout_put_the_documents(layout, dp):
         shapes.add((batch["input_ids"].shape, sharder.padded_length))
         return np.roll(batch["input_ids"], -1, axis=1)
 
-    config, mesh = digits.model_config(ModelConfig()), make_mesh(dp=dp, cp=4)
+    config, mesh = presets.model_config(ModelConfig()), make_mesh(dp=dp, cp=4)
     for step in range(3):
         documents = digits.documents(data, 0, step, 2, "held_out")
         answers = ask(next_token, config, data, documents, layout_from_name(layout, 4), mesh)
