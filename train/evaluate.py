@@ -41,7 +41,7 @@ Counts = dict[str, np.ndarray]
 def digits_batch(
     model_config: Any, data: DataConfig, documents: Sequence[digits.Document], layout: Layout, parts: int = 1
 ) -> HostBatch:
-    """Documents as a padded host batch, see there; its shapes depend on the options alone, so that a step compiles once."""
+    """Documents as a padded host batch, see there; its shapes depend on the options alone: a step compiles once."""
     module = family(model_config.model_type)
     rows = [
         module.Row(document.input_ids, document.labels, media=[media(model_config, image) for image in document.images])
