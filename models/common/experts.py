@@ -349,7 +349,8 @@ def _mix_bwd(activation: Activation, count: int, operands: Any, dout: jax.Array)
 
     # One array of the two, as XLA on GPUs hides two large permutes at a time: this one and that of dx.
     (dx, dweights), dkernels = _go_round(work, (jnp.stack((x, dout)), weights, experts), kernels, count)
-    return dx.astype(x.dtype), dweights, None, tuple(dkernel.astype(kernels[0].dtype) for dkernel in dkernels)
+    dkernels = tuple(dkernel.sum(0).astype(kernels[0].dtype) for dkernel in dkernels)  # over devices, once
+    return dx.astype(x.dtype), dweights, None, dkernels
 
 
 _mix.defvjp(_mix_fwd, _mix_bwd)
@@ -362,7 +363,7 @@ def _on_rows(function: Callable[..., Any], arrays: Sequence[jax.Array], kernels:
     the largest would bring all rows to all devices.
 
     Args:
-        sums: the function gives a pair, the second part of which is summed over the devices.
+        sums: the function gives a pair; of the second part each device's own is left, along a new first axis.
     """
     axes = splitting_axes(ROW_AXES, len(arrays[0]))
 
@@ -372,13 +373,11 @@ def _on_rows(function: Callable[..., Any], arrays: Sequence[jax.Array], kernels:
         out = function(*flat, kernels)
         tokens, total = out if sums else (out, None)
         tokens = jax.tree.map(lambda x: x.reshape(*shape, -1), tokens)
-        return (tokens, lax.psum(total, axes)) if sums else tokens
+        return (tokens, jax.tree.map(lambda x: x[None], total)) if sums else tokens
 
     if not axes:
         return local(tuple(arrays), kernels)
     spec = P(axes)
-    on_devices = jax.shard_map(
-        local, in_specs=(spec, P()), out_specs=(spec, P()) if sums else spec, axis_names=set(axes), check_vma=False
-    )
+    on_devices = jax.shard_map(local, in_specs=(spec, P()), out_specs=spec, axis_names=set(axes), check_vma=False)
     out = on_devices(tuple(arrays), kernels)
     return jax.tree.map(lambda x: vary_over(x, varying_axes(arrays[0])), out)
