@@ -10,7 +10,9 @@ The cp / ep ranks that are neighbours gather, and share, the same E / ep experts
 have all experts between them, and pass their tokens round. A chunk of tokens hops from rank to rank together with the
 sum of what they made of it, which comes home after ep hops (`cpjax.exchange.go_round`). A rank so sends ep x N x D
 numbers twice, in the dtype of the activations and in float32, where it would otherwise gather the other experts:
-3 x E x D x F of them in each layer, in the forward pass and again in the backward pass.
+3 x E x D x F of them in each layer, in the forward pass and again in the backward pass. Compiled for 8 H200, a layer
+of Qwen3.5-35B-A3B (E 256, D 2,048, F 512, k 8) with 16,384 tokens a rank takes 2.1 GiB with ep 8 where ep 1 takes 3.9,
+and sends 3.4 GiB where ep 1 sends 2.8; of the former all but 4 % has computation beside it, of the latter a third.
 
 Why not an all-to-all: for no token to be dropped its static shapes need room for all tokens of all ranks, as a token
 may choose any experts: the same bytes at once (with k of the order of ep most tokens go to most ranks anyway), ep times
@@ -306,8 +308,7 @@ def _mix_fwd(*operands: Any) -> Any:
 
 def _mix_bwd(activation: Activation, count: int, operands: Any, dout: jax.Array) -> Any:
     """Computes each tile's hidden values anew."""
-    *tokens, kernels = operands
-    x, weights, _ = tokens
+    x, weights, experts, kernels = operands
     wide, held = weights.dtype, len(kernels[0])
     summed = kernels[0].dtype if held == count else wide  # of several hops
 
@@ -343,11 +344,13 @@ def _mix_bwd(activation: Activation, count: int, operands: Any, dout: jax.Array)
         return (dx, dweights.reshape(weights.shape)), dkernels
 
     def work(chunk: tuple[jax.Array, ...]) -> Any:
-        x, weights, experts, dout = chunk
+        (x, dout), weights, experts = chunk
         return _on_rows(backward, (x, weights, _held(experts, kernels, count), dout), kernels, sums=True)
 
-    (dx, dweights), dkernels = _go_round(work, (*tokens, dout), kernels, count)
-    return dx.astype(x.dtype), dweights, None, tuple(dkernel.astype(kernels[0].dtype) for dkernel in dkernels)
+    # One array of the two, as XLA on GPUs hides two large permutes at a time: this one and that of dx.
+    (dx, dweights), dkernels = _go_round(work, (jnp.stack((x, dout)), weights, experts), kernels, count)
+    dkernels = tuple(dkernel.sum(0).astype(kernels[0].dtype) for dkernel in dkernels)  # over devices, once
+    return dx.astype(x.dtype), dweights, None, dkernels
 
 
 _mix.defvjp(_mix_fwd, _mix_bwd)
@@ -360,7 +363,7 @@ def _on_rows(function: Callable[..., Any], arrays: Sequence[jax.Array], kernels:
     the largest would bring all rows to all devices.
 
     Args:
-        sums: the function gives a pair, the second part of which is summed over the devices.
+        sums: the function gives a pair; of the second part each device's own is left, along a new first axis.
     """
     axes = splitting_axes(ROW_AXES, len(arrays[0]))
 
@@ -370,13 +373,11 @@ def _on_rows(function: Callable[..., Any], arrays: Sequence[jax.Array], kernels:
         out = function(*flat, kernels)
         tokens, total = out if sums else (out, None)
         tokens = jax.tree.map(lambda x: x.reshape(*shape, -1), tokens)
-        return (tokens, lax.psum(total, axes)) if sums else tokens
+        return (tokens, jax.tree.map(lambda x: x[None], total)) if sums else tokens
 
     if not axes:
         return local(tuple(arrays), kernels)
     spec = P(axes)
-    on_devices = jax.shard_map(
-        local, in_specs=(spec, P()), out_specs=(spec, P()) if sums else spec, axis_names=set(axes), check_vma=False
-    )
+    on_devices = jax.shard_map(local, in_specs=(spec, P()), out_specs=spec, axis_names=set(axes), check_vma=False)
     out = on_devices(tuple(arrays), kernels)
     return jax.tree.map(lambda x: vary_over(x, varying_axes(arrays[0])), out)
