@@ -12,16 +12,17 @@ from cpjax.models.qwen3_5 import Config as Model
 from cpjax.models.qwen3_5 import TextConfig, VisionConfig, reduced, weights
 from cpjax.train import check as checking
 from cpjax.train.check import LOSS, check, difference, make_rows, named_in_order
-from cpjax.train.config import Config, MeshConfig, ModelConfig, RunConfig, parse_command
+from cpjax.train.config import Config, MeshConfig, ModelConfig, RecordsConfig, RunConfig, parse_command
+from tests.models.families import CONFIGS
 from tests.train.small import MODEL
 
 ONE_DEVICE = {}
-"""What every check here compares with."""
+"""What the checks of each model here compare with."""
 
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    """Compiles without optimization, in half the time, and computes on one device once."""
+    """Compiles without optimization, in half the time, and computes on one device once for each model."""
     make_step, gradients = checking.make_train_step, checking.gradients
 
     def make(*args, **options):
@@ -35,9 +36,9 @@ def fast(monkeypatch):
     def once(config, small, rows, axes, accumulate):
         if set(axes.values()) != {1}:
             return gradients(config, small, rows, axes, accumulate)
-        if not ONE_DEVICE:
-            ONE_DEVICE["found"] = gradients(config, small, rows, axes, accumulate)
-        return ONE_DEVICE["found"]
+        if small not in ONE_DEVICE:
+            ONE_DEVICE[small] = gradients(config, small, rows, axes, accumulate)
+        return ONE_DEVICE[small]
 
     monkeypatch.setattr(checking, "make_train_step", make)
     monkeypatch.setattr(checking, "gradients", once)
@@ -138,3 +139,28 @@ def test_reduced_models_keep_what_matters():
     text = TextConfig()
     small = reduced(Model(text, dataclasses.replace(VisionConfig(), out_hidden_size=4096))).text
     assert small.types == text.types[:4] and small.num_key_value_heads == text.num_key_value_heads
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_gemma4(anew, tmp_path, capsys, monkeypatch):
+    """Text alone, layers that share keys and values: right, and wrong where every chunk counts positions anew."""
+    prepare = checking.host_batch
+
+    def count_anew(small, rows, layout, length, patches):
+        batch, sharder = prepare(small, rows, layout, length, patches)
+        if layout.cp > 1:
+            batch["position_ids"] = batch["position_ids"] % (sharder.local_length // 2)
+        return batch, sharder
+
+    model = CONFIGS["gemma4"]
+    model = dataclasses.replace(model, text=dataclasses.replace(model.text, enable_moe_block=False), audio=None)
+    (tmp_path / "config.json").write_text(json.dumps(model.to_dict()))
+    if anew:
+        monkeypatch.setattr(checking, "host_batch", count_anew)
+    config = Config(
+        model=ModelConfig(path=str(tmp_path)), records=RecordsConfig(files=["text.jsonl"], patches=0),
+        mesh=MeshConfig(cp=2), run=RunConfig(batch_size=2),
+    )  # fmt: skip
+    assert check(config) == anew
+    said = capsys.readouterr().out
+    assert "a small gemma4" in said and ("WRONG" in said) is anew
