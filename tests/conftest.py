@@ -27,6 +27,15 @@ hypothesis.settings.register_profile("cpjax", deadline=None)  # the first exampl
 hypothesis.settings.load_profile("cpjax")
 
 
+LONGEST = ("test_run", "test_processes", "test_notebooks", "test_benchmarks", "test_walkthrough")
+"""Files that take long, the longest first: one that starts last keeps all workers but one waiting."""
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 @pytest.fixture
 def uncached():
     """Programs of this test are not written to the cache: XLA has crashed while it serialised such ones."""
