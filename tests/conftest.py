@@ -1,14 +1,16 @@
-"""Eight virtual CPU devices and a persistent compilation cache for every test."""
+"""Eight virtual CPU devices, a quick compiler and a persistent compilation cache for every test."""
 
 import os
 import pathlib
 
+from tests.fast import FLAGS
+
 # XLA's CPU collectives abort when a rank arrives late; eight ranks on two cores do.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
-    + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
-    + " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
+    f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+    " --xla_force_host_platform_device_count=8"
+    " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
