@@ -29,7 +29,10 @@ hypothesis.settings.register_profile("cpjax", deadline=None)  # the first exampl
 hypothesis.settings.load_profile("cpjax")
 
 
-LONGEST = ("test_run", "test_processes", "test_notebooks", "test_benchmarks", "test_walkthrough")
+LONGEST = (
+    "test_run", "test_step", "test_processes", "test_gemma4_parity", "test_benchmarks", "test_equal_dense",
+    "test_check", "test_notebooks", "test_walkthrough",
+)  # fmt: skip
 """Files that take long, the longest first: one that starts last keeps all workers but one waiting."""
 
 
