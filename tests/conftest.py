@@ -1,14 +1,16 @@
-"""Eight virtual CPU devices and a persistent compilation cache for every test."""
+"""Eight virtual CPU devices, a quick compiler and a persistent compilation cache for every test."""
 
 import os
 import pathlib
 
+from tests.fast import FLAGS
+
 # XLA's CPU collectives abort when a rank arrives late; eight ranks on two cores do.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
-    + " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
-    + " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
+    f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+    " --xla_force_host_platform_device_count=8"
+    " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -25,6 +27,18 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile("cpjax", deadline=None)  # the first example compiles
 hypothesis.settings.load_profile("cpjax")
+
+
+LONGEST = (
+    "test_run", "test_step", "test_processes", "test_gemma4_parity", "test_benchmarks", "test_equal_dense",
+    "test_check", "test_notebooks", "test_walkthrough",
+)  # fmt: skip
+"""Files that take long, the longest first: one that starts last keeps all workers but one waiting."""
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture

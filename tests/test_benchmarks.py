@@ -8,6 +8,8 @@ import sys
 
 import jax
 
+from tests.fast import FLAGS
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -18,7 +20,7 @@ def test_all_contenders_agree_and_results_are_written(tmp_path):
     }
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path)],
-        cwd=ROOT, env={**os.environ, **cache, "XLA_FLAGS": ""}, capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, **cache, "XLA_FLAGS": FLAGS}, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     results = json.loads((tmp_path / "benchmarks.json").read_text())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from cpjax.mesh import make_mesh
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder
 from cpjax.train.config import Config, RunConfig, parse_config
 from cpjax.train.errors import InputError, computing, run_command, writing
+from tests.fast import FLAGS
 
 from .save_states import SIZE, make_state, restore
 
@@ -25,10 +27,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def start(out, *options):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     command = [sys.executable, "-m", "tests.train.save_states", str(out), *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **cache, "XLA_FLAGS": FLAGS}, text=True, **pipes)
 
 
 def open_run(out):

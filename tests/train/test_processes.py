@@ -22,6 +22,7 @@ from cpjax.train.devices import set_up_devices
 from cpjax.train.metrics import read_metrics
 from cpjax.train.processes import DEAD, VARIABLES, join
 from tests.data.common import WORDS, chat, make_folder, write_jsonl
+from tests.fast import FLAGS
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 40
@@ -57,7 +58,7 @@ def environment(**more):
     names = ("XLA_FLAGS", *VARIABLES)
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     return inherited | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # the second process reads no compilation cache
+        "XLA_FLAGS": FLAGS,  # the second process reads no compilation cache
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "train-tests"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "TF_CPP_MIN_LOG_LEVEL": "2",  # warnings of XLA

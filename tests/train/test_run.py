@@ -53,10 +53,20 @@ def folder(tmp_path_factory):
     return path
 
 
-def start(folder, out, *options, module="cpjax.train"):
+def start(folder, out, *options):
+    """A process as a user starts it: XLA optimizes as much as it does by itself."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
-    command = [sys.executable, "-m", module, "--config", str(folder / "tiny.yaml"), "--run.out", str(out), *options]
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(CACHE), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    command = [
+        sys.executable,
+        "-m",
+        "cpjax.train",
+        "--config",
+        str(folder / "tiny.yaml"),
+        "--run.out",
+        str(out),
+        *options,
+    ]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -64,6 +74,20 @@ def finish(process, code=0):
     said, errors = process.communicate(timeout=900)
     assert process.returncode == code, said + errors
     return said
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    """Runs the command line in this process, which saves starting one, and returns what it printed."""
+
+    def run(out, *options, code=0):
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+        options = ("--config", folder / "tiny.yaml", "--run.out", out, *options)
+        monkeypatch.setattr(sys, "argv", ["train", *map(str, options)])
+        assert main() == code
+        return capsys.readouterr().out
+
+    return run
 
 
 def wait_for_step(process, out, step):
@@ -124,7 +148,7 @@ def test_the_export_opens_and_answers(whole, monkeypatch, capsys):
     assert card.startswith("---\n") and "license" in card and "transformers" in card
 
 
-def test_any_checkpoint_is_exported(folder, whole, tmp_path, monkeypatch, capsys):
+def test_any_checkpoint_is_exported(run, whole, tmp_path):
     out, _ = whole
     moved = shutil.copytree(out, tmp_path / "moved")
     assert export(moved, tmp_path / "last", "last") == 0 == export(moved, tmp_path / "35", "35")
@@ -145,10 +169,8 @@ def test_any_checkpoint_is_exported(folder, whole, tmp_path, monkeypatch, capsys
     # At its end a run exports the best one: here that of step 35, after a change of its metrics.
     metadata = moved / "checkpoints" / "35" / "run" / "metadata"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"metrics": {"held_out_accuracy": 2.0}}))
-    options = ("--run.out", moved, "--run.resume", "true", "--run.keep_best", "held_out_accuracy")
-    monkeypatch.setattr(sys, "argv", ["train", "--config", str(folder / "tiny.yaml"), *map(str, options)])
-    assert main() == 0
-    assert f"export      {moved / 'export'}, of step 35, the best by held_out_accuracy" in capsys.readouterr().out
+    said = run(moved, "--run.resume", "true", "--run.keep_best", "held_out_accuracy")
+    assert f"export      {moved / 'export'}, of step 35, the best by held_out_accuracy" in said
     assert (moved / "export" / "model.safetensors").read_bytes() == files[2].read_bytes()
 
 
@@ -166,7 +188,7 @@ def test_r62_killed_and_resumed_is_the_same_curve(folder, whole):
     assert exports[0].read_bytes() == exports[1].read_bytes()
 
 
-def test_sigterm_saves_and_another_cp_continues(folder, whole):
+def test_sigterm_saves_and_another_cp_continues(folder, whole, run):
     out = folder / "terminated"
     process = start(folder, out)
     wait_for_step(process, out, 3)
@@ -176,7 +198,7 @@ def test_sigterm_saves_and_another_cp_continues(folder, whole):
     assert (out / "checkpoints" / str(step)).is_dir()
     assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 1))
 
-    finish(start(folder, out, "--run.resume", "true", "--mesh.cp", "1"))
+    run(out, "--run.resume", "true", "--mesh.cp", 1)
     for record, wanted in zip(curve(out), curve(whole[0]), strict=True):
         assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4), record["step"]
 
@@ -184,17 +206,16 @@ def test_sigterm_saves_and_another_cp_continues(folder, whole):
 @pytest.mark.parametrize(
     ("cp", "layout", "transport"), [(1, "zigzag", "ring"), (4, "contiguous", "allgather"), (8, "zigzag", "ring")]
 )
-def test_the_first_losses_agree_on_every_mesh(folder, whole, cp, layout, transport):
+def test_the_first_losses_agree_on_every_mesh(folder, whole, run, cp, layout, transport):
     out = folder / f"cp{cp}"
-    mesh = ("--mesh.cp", str(cp), "--mesh.layout", layout, "--mesh.transport", transport)
-    finish(start(folder, out, *mesh, "--run.steps", "20"))
+    run(out, "--mesh.cp", cp, "--mesh.layout", layout, "--mesh.transport", transport, "--run.steps", 20)
     losses, wanted = (
         [record["loss"] for record in read_metrics(path / "metrics.jsonl")[:20]] for path in (out, whole[0])
     )
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
-def test_adapters_are_saved_and_merged(folder, whole):
+def test_adapters_are_saved_and_merged(folder, whole, run):
     """LoRA on the export of another run, in two microbatches and with a moving average."""
     base, out = whole[0] / "export", folder / "lora"
     options = (
@@ -202,7 +223,7 @@ def test_adapters_are_saved_and_merged(folder, whole):
         "--optimizer.ema", "0.5", "--optimizer.warmup", "0", "--run.steps", "4", "--model.remat", "dots",
         "--lora.dropout", "0.1", "--run.eval_every", "1", "--run.keep_best", "held_out_accuracy",
     )  # fmt: skip
-    said = finish(start(folder, out, *options))
+    said = run(out, *options)
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base) and config["r"] == 2
     assert "which says its sizes itself: --model.hidden_size, --model.layers, --model.heads" in said
@@ -226,11 +247,11 @@ def test_adapters_are_saved_and_merged(folder, whole):
         assert moved == ("language_model" in name and "_proj" in name), name
 
 
-def test_a_student_learns_from_a_teacher(folder, whole):
+def test_a_student_learns_from_a_teacher(folder, whole, run):
     """From scratch, and nearer to the teacher with every step."""
     teacher, out = whole[0] / "export", folder / "student"
     options = ("--distill.teacher", str(teacher), "--distill.ratio", "0.75", "--distill.temperature", "3")
-    said = finish(start(folder, out, *options, "--mesh.cp", "1", "--optimizer.warmup", "0", "--run.steps", "5"))
+    said = run(out, *options, "--mesh.cp", 1, "--optimizer.warmup", 0, "--run.steps", 5)
     assert re.search(rf"teacher     {teacher}: [\d,]+ parameters, ratio 0.75, temperature 3.0", said)
     records = read_metrics(out / "metrics.jsonl")
     for record in records:
@@ -238,10 +259,9 @@ def test_a_student_learns_from_a_teacher(folder, whole):
     assert 0 < records[-1]["kl"] < records[0]["kl"]
 
 
-def test_a_run_that_does_not_stay_finite_stops(folder, capsys):
+def test_a_run_that_does_not_stay_finite_stops(folder, run, capsys):
     out = folder / "infinite"
-    options = ("--optimizer.lr", "1e30", "--optimizer.warmup", "0", "--run.max_nonfinite", "3")
-    said = finish(start(folder, out, *options), code=1)
+    said = run(out, "--optimizer.lr", "1e30", "--optimizer.warmup", 0, "--run.max_nonfinite", 3, code=1)
     step = int(
         re.search(r"stopped after step (\d+): the loss or a gradient of the last 3 steps was not finite", said)[1]
     )

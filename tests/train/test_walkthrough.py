@@ -15,6 +15,7 @@ import pytest
 from cpjax.train.data import Encoder, open_records
 from cpjax.train.metrics import read_metrics
 from cpjax.train.records_task import last_answer
+from tests.fast import FLAGS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -29,9 +30,9 @@ def shell(tmp_path_factory):
     environment = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # halves the time to compile
+        "XLA_FLAGS": FLAGS,
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "walk-through"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
     def start(command):
