@@ -7,7 +7,7 @@ CONFIGS = {
     "qwen3_5": qwen3_5.Config(
         qwen3_5.TextConfig(
             num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
-            num_hidden_layers=2, layer_types=("linear_attention", FULL),
+            num_hidden_layers=2, layer_types=("linear_attention", FULL), mtp_num_hidden_layers=1,
         ),
         qwen3_5.VisionConfig(num_heads=2, out_hidden_size=4096),
     ),
@@ -15,6 +15,7 @@ CONFIGS = {
         qwen3_5_moe.TextConfig(
             num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
             num_hidden_layers=2, layer_types=("linear_attention", FULL), num_experts=4, num_experts_per_tok=2,
+            mtp_num_hidden_layers=1,
         ),
         qwen3_5_moe.VisionConfig(num_heads=2, out_hidden_size=2048),
     ),

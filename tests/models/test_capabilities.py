@@ -76,8 +76,9 @@ def outputs(name, layout, transport="ring"):
     def local(params, buffers, batch):
         model = nnx.merge(graph, params, buffers)
         options = {"transport": transport, "remat": "none"}
-        hidden = model(batch, sharder, **options)
-        ahead = model.ahead(hidden, batch, sharder, **options) if getattr(model, "mtp", ()) else []
+        if not getattr(model, "mtp", ()):
+            return model(batch, sharder, **options)
+        hidden, _, ahead = model.outputs(batch, sharder, ahead=True, **options)
         return jnp.concatenate([hidden, *(state for state, _ in ahead)])
 
     run = local
