@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from cpjax.train.config import parse_command
-from cpjax.train.errors import run_command, writing
+from cpjax.train.errors import BAD_INPUT, run_command, writing
 
 
 def main() -> int:
@@ -31,4 +32,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    code = run_command(main)
+    if code == BAD_INPUT:  # threads of a save that failed would wait for others of it, for five minutes
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

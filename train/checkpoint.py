@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import hashlib
 import logging
@@ -14,7 +15,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -40,6 +41,7 @@ PATHS = ("model.path", "lora.path", "distill.teacher", "records.files", "records
 """Options that name files; a run keeps them absolute, so that it can be resumed from any working directory."""
 
 _OPTIONS = "config.yaml"
+_CLAIM = ".claim"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _PIECE = 1 << 16
 
@@ -81,14 +83,34 @@ def check_folder(config: Config) -> None:
         )
 
 
-def claim_folder(config: Config) -> None:
-    """Makes the output folder and writes the options into it; a run that is there keeps its own."""
-    saved = pathlib.Path(config.run.out) / _OPTIONS
+def claim_folder(config: Config) -> TextIO:
+    """Makes the output folder and writes the options into it; a run that is there keeps its own.
+
+    Returns:
+        A file that keeps other runs out of the folder until it is closed, or this process ends.
+
+    Raises:
+        ValueError: another run is in the folder, or was started in it since `check_folder`.
+    """
+    out = pathlib.Path(config.run.out)
+    saved = out / _OPTIONS
+    out.mkdir(parents=True, exist_ok=True)
+    claim = (out / _CLAIM).open("a")
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = saved.exists() and not config.run.resume
+    except BlockingIOError:
+        taken = True
+    except OSError:  # a file system without locks
+        taken = False
+    if taken:
+        claim.close()
+        raise ValueError(f"another run is in the folder {out}: wait until it has ended, or name another with --run.out")
     if not saved.exists():
-        saved.parent.mkdir(parents=True, exist_ok=True)
         part = saved.with_name(saved.name + ".part")
         part.write_text(yaml.safe_dump(_anchored(config.to_dict()), sort_keys=False))
         os.replace(part, saved)
+    return claim
 
 
 def read_run(folder: pathlib.Path) -> Config:
@@ -197,15 +219,9 @@ class Checkpoints:
         return max(self._manager.all_steps(), default=None)
 
     def is_best(self, record: Mapping[str, float]) -> bool:
-        """Whether a record of metrics holds the one that decides, better than in any checkpoint.
-
-        Raises:
-            InputError: it holds other held-out metrics, but not that one.
-        """
-        name, found = self._config.run.keep_best, _held_out(record)
-        if name and found and name not in found:
-            raise InputError(f"--run.keep_best is {name}: the metrics to choose from are {', '.join(found)}")
-        return bool(name) and self._score(found) > max(self._scores.values(), default=-math.inf)
+        """Whether a record of metrics holds the one that decides, better than in any checkpoint."""
+        best = max(self._scores.values(), default=-math.inf)
+        return bool(self._config.run.keep_best) and self._score(record) > best
 
     def save(
         self, state: TrainState, step: int, record: Mapping[str, float], data: Mapping[str, Any] | None = None

@@ -7,13 +7,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from cpjax.shard import Layout
 from cpjax.train import digits
 from cpjax.train.config import Config
-from cpjax.train.evaluate import digits_batch, held_out_accuracies, held_out_documents
+from cpjax.train.evaluate import accuracies, digits_batch, held_out_accuracies, held_out_documents
 from cpjax.train.report import write_card
 from cpjax.train.step import Arrays, make_eval_step
 from cpjax.train.task import Evaluate, HostBatch, read_model_config
@@ -43,6 +44,10 @@ class DigitsTask:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._step = state["step"]
+
+    def measures(self) -> list[str]:
+        asked = [question.kind for batch in self._held_out for document in batch for question in document.questions]
+        return list(accuracies({kind: np.ones(2) for kind in asked}))
 
     def make_evaluation(self, graphdef: nnx.GraphDef, mesh: Mesh, **forward: Any) -> Evaluate:
         step = make_eval_step(graphdef, mesh, **forward)

@@ -81,6 +81,9 @@ def train(config: Config, devices: str) -> int:
 
     with together():
         task = open_task(config, layout)
+        if run.keep_best and run.keep_best not in task.measures():
+            choice = ", ".join(task.measures()) or "none, as there are no --records.held_out"
+            raise ValueError(f"--run.keep_best is {run.keep_best}: the metrics to choose from are {choice}")
         check_tp(task.model_config, config.mesh.tp, "the model")
         check_ep(task.model_config, config.mesh.ep, config.mesh.cp, "the model")
         if config.optimizer.balance and not hasattr(family(task.model_config.model_type).Model, "router_loss"):
@@ -118,8 +121,7 @@ def train(config: Config, devices: str) -> int:
     jax.eval_shape(train_step, state, place_batch(batch, mesh), sharder, teacher)  # what does not fit is said here
 
     with together():
-        if is_first():
-            claim_folder(config)
+        claim = claim_folder(config) if is_first() else contextlib.nullcontext()
     checkpoints = Checkpoints(config)
     if run.resume:
         state = shapes_of(state) if checkpoints.last_step is not None else state
@@ -158,6 +160,7 @@ def train(config: Config, devices: str) -> int:
     broken = False
     with (
         computing(),
+        claim,
         contextlib.closing(checkpoints),
         contextlib.closing(log) if log else contextlib.nullcontext(),
         contextlib.closing(trace),

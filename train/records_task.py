@@ -82,6 +82,11 @@ class RecordsTask:
     def _collate(self, batch: Batch) -> HostBatch:
         return host_batch(self.model_config, batch.rows, self._layout, batch.tokens, batch.patches, self._config.parts)
 
+    def measures(self) -> list[str]:
+        none = dict.fromkeys(self._held_out, np.zeros(2))
+        exact = by_set("held_out_exact", none) if self._config.records.answers else {}
+        return [*by_set("held_out_loss", none), *exact]
+
     def make_evaluation(self, graphdef: nnx.GraphDef, mesh: Mesh, **forward: Any) -> Evaluate:
         loss_step = make_loss_step(graphdef, mesh, **forward)
         options, encoder, rows = self._config.records, self._encoder, self._config.run.batch_size

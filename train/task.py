@@ -51,6 +51,9 @@ class Task(Protocol):
             ValueError: it belongs to other data.
         """
 
+    def measures(self) -> list[str]:
+        """Names of the metrics that an evaluation gives."""
+
     def make_evaluation(self, graphdef: nnx.GraphDef, mesh: Mesh, **forward: Any) -> Evaluate:
         """The evaluation of a model of this structure; `forward` as for `make_train_step`."""
 

@@ -16,6 +16,7 @@ from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, read
 from cpjax.train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
 from cpjax.train.data import RecordsConfig
 from cpjax.train.errors import InputError
+from cpjax.train.loop import train
 from cpjax.train.optimizer import make_optimizer
 from cpjax.train.step import init_state
 from tests.models.qwen3_5_cases import FOLDER
@@ -142,11 +143,11 @@ def test_keeps_the_newest_and_the_best(tmp_path, name, values, kept, best):
 
 
 def test_an_unknown_metric_is_refused(tmp_path):
-    checkpoints = Checkpoints(make_config(tmp_path, keep_best="held_out_acuracy"))
-    assert not checkpoints.is_best({"loss": 1.0})
-    with pytest.raises(InputError, match=r"held_out_acuracy: the metrics to choose from are held_out_accuracy$"):
-        checkpoints.is_best({"loss": 1.0, "held_out_accuracy": 0.5})
-    checkpoints.close()
+    config = dataclasses.replace(make_config(tmp_path / "a", keep_best="held_out_acuracy"), mesh=MeshConfig(cp=1))
+    wanted = "the metrics to choose from are held_out_accuracy, held_out_accuracy/copy, held_out_accuracy/read, "
+    with pytest.raises(ValueError, match=f"keep_best is held_out_acuracy: {wanted}"):
+        train(config, "one device")
+    assert not (tmp_path / "a").exists()
 
 
 def test_saved_values_survive_donation(tmp_path):
@@ -251,7 +252,13 @@ def test_folders(tmp_path):
     with pytest.raises(ValueError, match=r"model\.heads was \d+ and is now 8; run\.seed was 0 and is now 9"):
         check_folder(other)
     before = (out / "config.yaml").read_text()
-    claim_folder(same)
+    with claim_folder(same):
+        for config in (same, make_config(out)):
+            with pytest.raises(ValueError, match=r"another run is in the folder \S+run: wait until it has ended"):
+                claim_folder(config)
+    with pytest.raises(ValueError, match="another run"):  # it was started since the folder was looked at
+        claim_folder(make_config(out))
+    claim_folder(same).close()
     assert (out / "config.yaml").read_text() == before
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):

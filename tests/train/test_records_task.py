@@ -128,6 +128,7 @@ def test_held_out_losses_and_answers(folder, monkeypatch):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     loss, names = found[0], ["", "/first", "/two"]
     assert sorted(loss) == sorted(f"held_out_{kind}{name}" for kind in ("loss", "exact") for name in names)
+    assert sorted(loss) == sorted(task.measures())
     assert [loss[f"held_out_exact{name}"] for name in names] == [0.75, 1, 0.5]
 
     # Oracle: each record by itself, and numpy's log-sum-exp.
