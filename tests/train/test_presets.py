@@ -14,6 +14,7 @@ from cpjax.shard import layout_from_name
 from cpjax.train import digits, presets
 from cpjax.train.config import DataConfig, ModelConfig
 from cpjax.train.evaluate import ask, count_right, digits_batch
+from cpjax.train.step import make_eval_step, split_model
 
 from .small import FAST
 
@@ -91,3 +92,15 @@ def test_sizes_without_a_meaning_are_refused():
     with pytest.raises(ValueError, match="linear_heads is given, but gemma4 has no linear attention: leave it out"):
         presets.model_config(ModelConfig(family="gemma4", linear_heads=2))
     assert ModelConfig(family="step3p7", layers=8).sizes_given() == ["--model.family", "--model.layers"]
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_the_default_sizes_are_evaluated_on_four_ranks(name):
+    """Traced alone: there some parameters are split over the ranks, and others are not."""
+    config, mesh = presets.model_config(ModelConfig(family=name)), make_mesh(cp=4)
+    graph, params, others = split_model(nnx.eval_shape(lambda: family(name).Model(config, rngs=nnx.Rngs(0))))
+    batch, sharder = digits_batch(
+        config, DATA, digits.documents(DATA, 0, 0, 1, "held_out"), layout_from_name("zigzag", 4)
+    )
+    said = jax.eval_shape(make_eval_step(graph, mesh), params, others, batch, sharder)
+    assert said.shape == (1, sharder.padded_length)
