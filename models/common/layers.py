@@ -12,6 +12,7 @@ from flax import nnx
 
 from cpjax.models.common.sharding import gather_layer
 from cpjax.shard import Sharder
+from cpjax.varying import vary_over, varying_axes
 
 Module = TypeVar("Module", bound=nnx.Module)
 Hidden = TypeVar("Hidden")
@@ -179,6 +180,8 @@ def scan_layers(layers: Any, hidden: Hidden, *args: Any, each: Any = (), remat: 
         each: arrays whose first axis holds what each layer gets of its `own`.
     """
     graph, stacked = nnx.split(layers)
+    axes = frozenset[Any]().union(*(varying_axes(leaf) for leaf in jax.tree.leaves((stacked, each))))
+    hidden = jax.tree.map(lambda x: vary_over(x, axes), hidden)  # as what comes out, where a layer is split over ranks
 
     def body(hidden: Hidden, one: Any) -> tuple[Hidden, None]:
         params, own = one
