@@ -10,7 +10,8 @@ import pytest
 from cpjax.shard import layout_from_name
 from cpjax.train import digits, presets
 from cpjax.train.__main__ import main
-from cpjax.train.config import DataConfig, ModelConfig
+from cpjax.train.config import Config, DataConfig, ModelConfig
+from cpjax.train.digits_task import DigitsTask
 from cpjax.train.evaluate import digits_batch
 from cpjax.train.evaluate import main as evaluate
 from cpjax.train.metrics import read_metrics
@@ -65,6 +66,14 @@ def test_an_image_is_one_token_that_all_of_its_pixels_reach(name):
     for own, scan in zip(pixels, shown, strict=True):
         copies = own.size // scan.size  # channels, and frames that Qwen3.5 has twice
         np.testing.assert_allclose(np.sort(own), np.sort(np.repeat(scan, copies)), rtol=1e-6)
+
+
+def test_a_model_with_other_words_is_refused(tmp_path):
+    config = presets.model_config(ModelConfig()).to_dict()
+    config["text_config"]["vocab_size"] += 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"model.path \S+ has a vocabulary of its own, .*: give --records.files"):
+        DigitsTask(Config(model=ModelConfig(path=str(tmp_path))), layout_from_name("zigzag", 1))
 
 
 def test_sizes_without_a_meaning_are_refused():
