@@ -51,7 +51,7 @@ def run_command(command: Callable[[], int]) -> int:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Ctrl-C; it comes again a moment later if it came in JAX's callback of Python's cleaning up, where it is lost."""
     if frame and frame.f_code.co_name == "_xla_gc_callback":
-        threading.Timer(0.01, signal.raise_signal, [number]).start()
+        threading.Timer(0.01, signal.pthread_kill, [threading.main_thread().ident, number]).start()
         return
     raise KeyboardInterrupt
 

@@ -268,7 +268,7 @@ def write(path, text):
         ("a.jsonl", "\n", "there is no record in"),
         ("a.json", "{}", "holds dict: it must be a list"),
         ("a.json", "{", "is not valid JSON"),
-        ("a.parquet", "x", "is not a parquet file"),
+        ("a.parquet", "x", r"a\.parquet is damaged \(Parquet file size is 1 bytes.*\): copy"),
         ("set/x", "", "is a folder without state.json"),
         (
             "set/dataset_dict.json",

@@ -120,11 +120,11 @@ class Encoder:
                     plans.append(self.processor.plan_image(height, width))
             except ValueError as error:
                 raise RecordError("unfit image", f"{record.source}: {error}") from None
-            sizes = {image_size(frames[number], record.source) for number in plans[-1].frames} | {(height, width)}
-            if len(sizes) > 1:
-                seen = " and ".join(f"{height} x {width}" for height, width in sorted(sizes)[:2])
+            seen = plans[-1].frames if len(frames) > 1 else ()
+            if other := {image_size(frames[number], record.source) for number in seen} - {(height, width)}:
+                sizes = " and ".join(f"{height} x {width}" for height, width in [(height, width), min(other)])
                 raise RecordError(
-                    "unfit image", f"{record.source} has a video with frames of {seen} pixels: make them equally large"
+                    "unfit image", f"{record.source} has a video with frames of {sizes} pixels: make them equally large"
                 )
         return plans
 

@@ -149,10 +149,8 @@ class _Parquet(RecordFile):
     def __init__(self, path: pathlib.Path):
         super().__init__(path, path.parent)
         pyarrow = _pyarrow(path)
-        try:
+        with _reading(path):
             metadata = pyarrow.parquet.read_metadata(path)
-        except (pyarrow.ArrowException, OSError):
-            raise ValueError(f"{path} is not a parquet file: copy or download it again") from None
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self.ends = list(itertools.accumulate(sizes))
         # Each call opens the file, since a reader may not be shared by threads.
