@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from cpjax.models.common import checkpoint
 
-__all__ = ["FAMILIES", "family", "from_pretrained", "hf_names", "save_pretrained", "to_hf_names"]
+__all__ = ["FAMILIES", "family", "from_pretrained", "hf_names", "read_config", "save_pretrained", "to_hf_names"]
 
 FAMILIES = {
     "gemma4": "cpjax.models.gemma4",
@@ -45,6 +45,24 @@ def family(model_type: str) -> ModuleType:
     return importlib.import_module(FAMILIES[model_type])
 
 
+def read_config(folder: str | os.PathLike[str]) -> Any:
+    """The configuration of the model in a Hugging Face folder, of whichever family.
+
+    Raises:
+        ValueError: naming config.json, which is missing or damaged, or of a model that is not supported.
+    """
+    file = pathlib.Path(folder) / checkpoint.CONFIG
+    source = checkpoint.read_json(file)
+    if source.get("model_type") is None:
+        raise ValueError(f"{file} has no model_type: copy or download the file again")
+    try:
+        return family(str(source["model_type"])).Config.from_dict(source)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{file} has a value of another type than it must be ({error}): download it again") from None
+
+
 def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dtype: Any = None) -> Any:
     """The model in a Hugging Face folder (config.json with model.safetensors, or its index and shards).
 
@@ -57,9 +75,8 @@ def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dt
         ValueError: the folder, its configuration or one of its tensors is missing, unsupported or damaged.
     """
     path = pathlib.Path(folder)
-    source = checkpoint.read_json(path / checkpoint.CONFIG)
-    module = family(str(source.get("model_type")))
-    config = module.Config.from_dict(source)
+    config = read_config(path)
+    module = family(config.model_type)
     if hasattr(module, "without_absent"):
         config = module.without_absent(config, checkpoint.tensor_names(path))
     abstract = nnx.eval_shape(lambda: module.Model(config, rngs=nnx.Rngs(0)))

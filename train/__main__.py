@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from cpjax.train.config import parse_command
 from cpjax.train.errors import BAD_INPUT, run_command, writing
 
 
 def main() -> int:
     """Does what the command line says and returns the exit code."""
+    from cpjax.train.config import parse_command  # takes seconds, in which Ctrl-C may come
+
     command, config = parse_command(sys.argv[1:])
     if command == "plan":
         from cpjax.train.plan import plan

@@ -289,15 +289,9 @@ class Config:
                      "run.accumulate", "run.max_nonfinite", "run.eval_every", "run.eval_batches", "run.save_every",
                      "run.keep", "plan.hosts"):  # fmt: skip
             self._check(name, self._get(name) >= 1, "at least 1")
-        for name in (
-            "run.seed",
-            "optimizer.warmup",
-            "optimizer.weight_decay",
-            "optimizer.clip",
-            "optimizer.ahead",
-            "lora.rank",
-        ):
+        for name in ("optimizer.warmup", "optimizer.weight_decay", "optimizer.clip", "optimizer.ahead", "lora.rank"):
             self._check(name, self._get(name) >= 0, "0 or more")
+        self._check("run.seed", 0 <= self.run.seed < 2**32, "0 or more, and below 2**32")
         self._check("optimizer.balance", (self.optimizer.balance or 0) >= 0, "0 or more")
         for name in ("optimizer.lr", "lora.alpha", "distill.temperature"):
             self._check(name, self._get(name) > 0, "above 0")
@@ -321,6 +315,8 @@ class Config:
             raise ValueError(f"--lora.rank is {self.lora.rank}: adapters need --model.path, the model that they adapt")
         if self.lora.path and not self.lora.rank:
             raise ValueError(f"--lora.path is {self.lora.path}: give --lora.rank too, the rank of that adapter")
+        if self.lora.merge and not self.lora.rank:
+            raise ValueError("--lora.merge is given without --lora.rank: there are no adapters to merge")
 
     @property
     def parts(self) -> int:
@@ -477,6 +473,10 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     message = re.sub(r"Parser key \"(\S+)\":", r"bad value for --\1:", message)
     message = re.sub(r"Does not validate .*?(Expected an? <class '\w+'>).*Given value:", r"\1. Got value:", message)
     message = re.sub(r"Expected an? (?:<class '(\w+)'>|(\S.*?))\. Got value: ?", _expected, message)
+    unspaced = r"Problem with given class_path \S+: Option '(\w+):(\S+)' is not accepted"
+    message = re.sub(unspaced, r"write \1: \2, with a space after the colon", message)
+    if "--optimizer.groups" in message:
+        message = message.replace("[a, b]", "[{pattern: visual, lr_scale: 0.1}], with a space after each colon")
     return message[:400]
 
 

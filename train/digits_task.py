@@ -28,6 +28,15 @@ class DigitsTask:
     def __init__(self, config: Config, layout: Layout):
         self._config, self._layout, self._step = config, layout, 0
         self.model_config = read_model_config(config)
+        text, path = self.model_config.text, config.model.path
+        if path and (text.vocab_size, self.model_config.image_token_id) != (
+            len(digits.VOCABULARY),
+            digits.ID["<image>"],
+        ):
+            raise ValueError(
+                f"--model.path {path} has a vocabulary of its own, not the words of the default job's documents: give "
+                "--records.files, the records to train it on"
+            )
         self._held_out = held_out_documents(config.data, config.run.eval_batches, config.run.batch_size)
 
     def describe(self) -> list[str]:

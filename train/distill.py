@@ -10,8 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cpjax.models import family, from_pretrained
-from cpjax.models.common.checkpoint import CONFIG, read_json
+from cpjax.models import from_pretrained, read_config
 from cpjax.models.common.experts import share_experts
 from cpjax.models.common.sharding import check_ep, check_tp
 from cpjax.train.config import Config
@@ -33,8 +32,7 @@ def load_teacher(config: Config, student: Any, mesh: Mesh) -> Teacher:
             tokens, image patches or tokenizer than the student's; or it cannot run on this mesh.
     """
     folder = config.distill.teacher
-    source = read_json(pathlib.Path(folder) / CONFIG)
-    own_config = family(str(source.get("model_type"))).Config.from_dict(source)
+    own_config = read_config(folder)
     own, wanted = _fields(own_config), _fields(student)
     for name in sorted(own.keys() | wanted.keys()):
         if own.get(name) != wanted.get(name):

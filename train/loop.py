@@ -156,6 +156,9 @@ def train(config: Config, devices: str) -> int:
             f"{distill.temperature}")  # fmt: skip
     left = f"steps {first + 1} to {run.steps}" if first < run.steps else f"complete, all {run.steps} steps are taken"
     say(f"run         {left}, seed {run.seed}, into {out}")
+    if config.optimizer.warmup >= run.steps:
+        peak = config.optimizer.lr * run.steps / config.optimizer.warmup
+        say(f"warmup      {config.optimizer.warmup} steps, all of the run: the learning rate only grows, to {peak:.3g}")
 
     broken = False
     with (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from cpjax.mesh import AXES, make_mesh
-from cpjax.models import family
-from cpjax.models.common.checkpoint import CONFIG, read_json
+from cpjax.models import family, read_config
 from cpjax.models.common.experts import share_experts
 from cpjax.models.common.sharding import check_ep, tree_shardings
 from cpjax.plan import GPUS, Report, analyse, gpu_mesh
@@ -149,8 +147,8 @@ def abstract_teacher(config: Config, mesh: Mesh) -> tuple[Teacher | None, Any]:
     """The teacher's shapes, in the number format that its config.json names, and its configuration."""
     if not config.distill.teacher:
         return None, None
-    source = read_json(pathlib.Path(config.distill.teacher) / CONFIG)
-    model_config = family(str(source.get("model_type"))).Config.from_dict(source)
+    model_config = read_config(config.distill.teacher)
+    source = model_config.source
     text = source.get("text_config") or {}
     dtype = source.get("dtype") or source.get("torch_dtype") or text.get("dtype") or "float32"
     check_ep(model_config, config.mesh.ep, config.mesh.cp, f"--distill.teacher {config.distill.teacher}")

@@ -64,8 +64,12 @@ class RecordsTask:
         ]
         for name, dataset in self._held_out.items():
             kept, asked = np.count_nonzero(dataset.sizes[:, 0]), len(self._questions[name])
+            left_out = f" Left out: {dataset.skipped}." if dataset.skipped.counts else ""
+            rows = f"{kept:,} records in {len(dataset.packs):,} rows"
+            lines.append(f"held out, {name}: {rows}; {asked} of them are asked.{left_out}")
+        if (beyond := self._encoder.beyond) > 0:
             lines.append(
-                f"held out, {name}: {kept:,} records in {len(dataset.packs):,} rows; {asked} of them are asked."
+                f"{beyond:,} tokens of the tokenizer have no embedding: records that use them count as broken."
             )
         datasets = (self._dataset, *self._held_out.values())
         return lines + [f"left out: {first}" for dataset in datasets for first in dataset.skipped.first.values()]
@@ -120,7 +124,8 @@ class RecordsTask:
         return evaluate
 
     def left_out(self) -> str:
-        return str(self._dataset.skipped)
+        sets = {"": self._dataset} | {f"of held-out {name}: ": dataset for name, dataset in self._held_out.items()}
+        return "; ".join(f"{name}{dataset.skipped}" for name, dataset in sets.items() if dataset.skipped.counts)
 
     def write_card(self, folder: pathlib.Path, result: Mapping[str, Any], model_class: str) -> None:
         config = self._config

@@ -10,8 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from cpjax.models import family
-from cpjax.models.common.checkpoint import CONFIG, read_json
+from cpjax.models import family, read_config
 from cpjax.shard import Layout, Packed, Sharder, make_batch
 from cpjax.train import presets
 from cpjax.train.config import Config
@@ -92,8 +91,7 @@ def read_model_config(config: Config) -> Any:
     """
     if not config.model.path:
         return presets.model_config(config.model)
-    source = read_json(pathlib.Path(config.model.path) / CONFIG)
-    return family(str(source.get("model_type"))).Config.from_dict(source)
+    return read_config(config.model.path)
 
 
 def host_batch(

@@ -186,7 +186,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path.parent} has no {path.name}: give the folder of a Hugging Face checkpoint") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy or download it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, not a JSON object: copy or download it again")

@@ -11,7 +11,7 @@ def mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object below a key, empty if there is none; raises ValueError for anything else."""
     value = source.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"{key} in config.json is {value!r:.40}, not an object: copy or download the file again")
+        raise ValueError(f"{key} is {value!r:.40}, not an object: copy or download the file again")
     return value
 
 

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers import Tokenizer
 
 from cpjax.shard import IGNORE
 from cpjax.train.data import Encoder, RecordError
@@ -102,6 +103,7 @@ def test_images_are_turned_the_way_they_are_to_be_seen(encoder, record_of):
         ("missing.png", "missing image", r"a\.jsonl:1 shows .*missing\.png, which does not exist: mend the path"),
         ("text.png", "unreadable image", r"a\.jsonl:1 shows .*text\.png, which is not an image: replace it"),
         ("cut.png", "unreadable image", r"a\.jsonl:1 shows .*cut\.png, which is damaged \(.*\): replace it"),
+        ("iVBOR" * 999, "missing image", r"a\.jsonl:1 shows .{240}, which is too long for a path: if it is base64"),
     ],
 )
 def test_images_that_cannot_be_read_are_named(encoder, record_of, name, reason, message):
@@ -117,6 +119,26 @@ def test_media_that_do_not_fit_are_named(encoder, record_of):
     assert error.value.reason == "unfit image"
     with pytest.raises(RecordError, match=r"jsonl:1: a video of 1 frames was given: it needs at least 2"):
         encoder.size(record_of(chat([{"type": "video", "video": ["a.png"], "fps": 1}], "ok")))
+    with pytest.raises(RecordError, match=r"jsonl:1 has a video with frames of 24 x 32 and 70 x 33 pixels: make them"):
+        encoder.size(record_of(chat([{"type": "video", "video": ["a.png", "b.png", "a.png"], "fps": 1}], "ok")))
+
+
+def test_tokens_without_an_embedding_are_named(folder, record_of, tmp_path):
+    """As after a special token was added to the tokenizer alone."""
+    file = make_folder(tmp_path / "model") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    size = tokenizer.get_vocab_size()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["text_config"]["vocab_size"] = size
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    tokenizer.add_special_tokens(["<|new|>"])
+    tokenizer.save(str(file))
+    encoder = Encoder.from_folder(tmp_path / "model")
+    assert encoder.beyond == 1 and encoder.size(record_of(chat("hi", "yes")))[1] == 0
+    words = rf"jsonl:1 has the token <\|new\|>, number {size}, but the model has embeddings for {size}: resize"
+    with pytest.raises(RecordError, match=words) as error:
+        encoder.size(record_of(chat("hi", "yes <|new|>")))
+    assert error.value.reason == "token without embedding"
 
 
 def test_placeholders_in_text_are_named(encoder, record_of):
@@ -127,25 +149,35 @@ def test_placeholders_in_text_are_named(encoder, record_of):
 
 
 @pytest.mark.parametrize(
-    ("shown", "message"),
+    ("shown", "reason", "message"),
     [
-        ("x", "has 2 images and videos, but the chat template does not show all of them"),
-        ("<|image_pad|>" * 3, "has 2 frames, but the chat template shows others"),
+        (
+            "x",
+            "image not shown by the template",
+            r"has images, but the chat template does not show each of them, in its place, as <\|image_pad\|>: use",
+        ),
+        ("<|image_pad|>" * 3, "wrong image count", "has 2 frames, but the chat template shows others"),
     ],
 )
-def test_a_template_that_shows_other_images_is_named(tmp_path, record_of, shown, message):
+def test_a_template_that_shows_other_images_is_named(tmp_path, record_of, shown, reason, message):
     turn = "{% for m in messages %}{{ m.role }}{{ m.content if m.content is string else 'SHOWN' }}<|eot|>{% endfor %}"
     encoder = Encoder.from_folder(make_folder(tmp_path / "model", turn.replace("SHOWN", shown)))
     with pytest.raises(RecordError, match=message) as error:
         encoder.size(record_of(both_images()))
-    assert error.value.reason == "wrong image count"
+    assert error.value.reason == reason
+    with pytest.raises(RecordError, match="has videos, but the chat template does not show each of them") as error:
+        encoder.size(record_of(chat([{"type": "video", "video": ["a.png"] * 2, "fps": 1}], "ok")))
+    assert error.value.reason == "video not shown by the template"
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("config.json", {"image_token_id": 399, "text_config": {"vocab_size": 400}}, "has no token 399"),
-        ("config.json", {"model_type": "bert"}, "model_type 'bert' is not supported"),
+        ("config.json", {"model_type": "bert"}, r"model/config.json: model_type 'bert' is not supported"),
+        ("config.json", {"model_type": None}, "model/config.json has no model_type"),
+        ("config.json", {"text_config": {"layer_types": ["x"]}}, r"model/config.json: text_config.layer_types has 1"),
+        ("config.json", {"text_config": {"layer_types": 3}}, r"model/config.json has a value of another type"),
         ("tokenizer.json", None, "has no tokenizer.json: save it with transformers' fast tokenizer"),
         ("tokenizer.json", {}, "tokenizer.json is damaged"),
     ],

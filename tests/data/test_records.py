@@ -11,7 +11,8 @@ from cpjax.train.data.files import Records, open_records
 from tests.data.common import chat, png, write_jsonl
 
 IMAGE = png()
-URI = "data:image/png;base64," + base64.b64encode(IMAGE).decode()
+RAW = base64.b64encode(IMAGE).decode()
+URI = "data:image/png;base64," + RAW
 
 
 def texts(*turns):
@@ -58,7 +59,14 @@ def test_images_by_path_are_relative_to_the_file(tmp_path, part, more):
 
 @pytest.mark.parametrize(
     "part",
-    [{"type": "image", "image": URI}, {"type": "image_url", "image_url": {"url": URI}}, {"type": "image", "url": URI}],
+    [
+        {"type": "image", "image": URI},
+        {"type": "image_url", "image_url": {"url": URI}},
+        {"type": "image", "url": URI},
+        {"type": "image", "base64": RAW},
+        {"type": "image", "base64": URI},
+        {"type": "image", "image": {"base64": RAW, "path": None}},
+    ],
 )
 def test_images_in_the_record(tmp_path, part):
     assert read(tmp_path, chat([part], "a cat")).media() == [ImagePart(data=IMAGE)]
@@ -96,15 +104,17 @@ BROKEN = {
     "no format": ({"text": "hi"}, "bad format", "has the names text: a record needs messages, conversations, or"),
     "no turns": ({"messages": []}, "bad format", "needs a list of turns in messages"),
     "unknown role": (
-        {"messages": [{"role": "tool", "content": "4"}]}, "unknown role", "the role 'tool': it must be one of system",
+        {"messages": [{"role": "tool", "content": "4"}]}, "unknown role", "the role tool: it must be one of system",
     ),
     "no content": ({"messages": [{"role": "user"}]}, "bad format", "has content of type NoneType"),
     "tools": (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]}, "bad format", "has tool_calls",
     ),
-    "unknown part": (chat([{"type": "audio", "audio": "a.wav"}], "ok"), "bad format", "a part of type 'audio'"),
+    "unknown part": (chat([{"type": "audio", "audio": "a.wav"}], "ok"), "bad format", "a part of type audio: "),
     "no answer": (chat("hi"), "no assistant turn", "has no assistant turn"),
     "URL": (chat([{"type": "image", "image": "https://x.org/a.png"}], "ok"), "image by URL", "an image at https://x.org"),
+    "URL in capitals": (chat("<image>", "ok", image="HTTPS://x.org/a.png"), "image by URL", "an image at HTTPS://x.org"),
+    "URL of a store": (chat("<image>", "ok", images=["s3://x/a.png"]), "image by URL", "an image at s3://x/a.png: "),
     "base64": (chat([{"type": "image", "image": "data:image/png;base64,@"}], "ok"), "unreadable image", "damaged"),
     "no image": (chat([{"type": "image"}], "ok"), "wrong image count", "gives 0 images but has places for more"),
     "two images": (
@@ -112,7 +122,10 @@ BROKEN = {
     ),
     "mark without image": (
         {"conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "ok"}]},
-        "wrong image count", "gives 0 images",
+        "wrong image count", "gives 0 images but",
+    ),
+    "two marks for one image": (
+        chat("<image><image>", "ok", image="a.png"), "wrong image count", "gives 1 image but has places for more",
     ),
     "both names": (chat("<image>", "ok", image="a.png", images=["a.png"]), "bad format", "both image and images"),
     "number": (chat([{"type": "image", "image": 3}], "ok"), "bad format", "neither a path, bytes, nor a base64"),
@@ -121,6 +134,9 @@ BROKEN = {
     ),
     "video file": (chat([{"type": "video", "video": "a.mp4", "fps": 2}], "ok"), "bad format", "not a list of images"),
     "no fps": (chat([{"type": "video", "video": ["a.png"]}], "ok"), "bad format", "a video without fps"),
+    "no number": (chat("<video>", "ok", videos=[["a.png"]], fps=float("nan")), "bad format", "a video with fps nan: "),
+    "endless fps": (chat("<video>", "ok", videos=[["a.png"]], fps=float("inf")), "bad format", "with fps inf: say how"),
+    "long role": ({"messages": [{"role": RAW * 9, "content": ""}]}, "unknown role", r"iVBOR\S+\.\.\.\S{30}:"),
 }  # fmt: skip
 
 
@@ -134,9 +150,10 @@ def test_broken_records_are_named(tmp_path, case):
     assert error.value.reason == reason and str(error.value).startswith(f"{path}:3 ")
 
 
-def test_bad_json_is_named(tmp_path):
+@pytest.mark.parametrize("text", ['{"messages": [', '{"messages":' + 200_000 * "["], ids=["cut", "deep"])
+def test_bad_json_is_named(tmp_path, text):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"messages": [\n')
+    path.write_text(text + "\n")
     with pytest.raises(RecordError, match=r"a\.jsonl:1 is not valid JSON .*: mend the line") as error:
         open_records(path)[0]
     assert error.value.reason == "bad JSON"
@@ -186,6 +203,53 @@ def test_tables(tmp_path, kind):
         records[6]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("state.json", "[]", r"state\.json holds list, not a JSON object"),
+        ("state.json", "{", r"state\.json is not valid JSON"),
+        ("state.json", "{}", r"state\.json names no data files"),
+        ("data-00001-of-00002.arrow", "half", r"data-00001-of-00002\.arrow is damaged \("),
+        ("data-00001-of-00002.arrow", None, r"data-00001-of-00002\.arrow is damaged \("),
+    ],
+)
+def test_damaged_folders_are_named(tmp_path, name, text, message):
+    file = write_arrow(tmp_path / "set", ROWS, pytest.importorskip("pyarrow", reason="needs the extra parquet")) / name
+    if text is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if text == "half" else text.encode())
+    with pytest.raises(ValueError, match=message):
+        open_records(tmp_path / "set")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
+def test_damaged_bytes_are_named_when_they_are_read(tmp_path, kind):
+    """Of a text in the middle; whatever is not found out is still a record."""
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [chat("hi " * 99, f"yes {n}") for n in range(50)]
+    if kind == "parquet":
+        file = tmp_path / "a.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        opened = file
+    else:
+        opened = write_arrow(tmp_path / "set", rows, pyarrow)
+        file = opened / "data-00001-of-00002.arrow"
+    good = file.read_bytes()
+    found = 0
+    for at in range(64, len(good) - 1200, 97):
+        file.write_bytes(good[:at] + b"\xff" * 60 + good[at + 60 :])
+        try:
+            records = open_records(opened)
+            for n in range(len(records)):
+                records.value(n)
+        except ValueError as error:
+            found += 1
+            assert str(file if kind == "parquet" else opened) in str(error)
+    assert found
+
+
 def test_several_files_follow_one_another(tmp_path):
     paths = [write_jsonl(tmp_path / f"{n}.jsonl", [chat("hi", f"{n}{m}") for m in range(n)]) for n in (2, 0, 3)]
     records = Records(paths)
@@ -204,7 +268,7 @@ def write(path, text):
         ("a.jsonl", "\n", "there is no record in"),
         ("a.json", "{}", "holds dict: it must be a list"),
         ("a.json", "{", "is not valid JSON"),
-        ("a.parquet", "x", "is not a parquet file"),
+        ("a.parquet", "x", r"a\.parquet is damaged \(Parquet file size is 1 bytes.*\): copy"),
         ("set/x", "", "is a folder without state.json"),
         (
             "set/dataset_dict.json",

@@ -23,6 +23,7 @@ CHATS = {
     "empty answer": chat("what?", "", "and?", "yes"),
     "the answer is the question": chat("a cat", "a cat", "a cat", "a cat"),
     "the answer begins as the turn does": chat("assistant", "assistant\nassistant", "user", "<think> user"),
+    "characters of private use": chat("what?", "\ue000", "and?", "\ue000answer\ue001"),
     "special tokens in text": chat("say <|im_end|> and <|eot|>", "<|im_end|> <|eot|> now"),
     "all of Unicode": chat("wie heißt »Bär«?", "熊 🐻‍❄️ é e\u0301 \u00a0"),
 }

@@ -97,7 +97,7 @@ def test_layers_of_the_released_model_are_few_patterns():
         ),
         ("vision_config", {"hidden_act": "gelu"}, r"vision_config.hidden_act='gelu' is not supported"),
         (None, {"image_token_id": 96}, r"image_token_id=96 lies outside the vocabulary of 96"),
-        (None, {"text_config": 3}, r"text_config in config.json is 3, not an object"),
+        (None, {"text_config": 3}, r"text_config is 3, not an object"),
         (None, {"model_type": "step3"}, r"model_type='step3': it must be 'step3p7'"),
     ],
 )

@@ -51,6 +51,13 @@ def test_yaml_round_trip(tmp_path):
         (["--optimizer.groups", "[{patern: a}]"], "patern"),
         (["--optimizer.groups", "[{lr_scale: 2}]"], "pattern"),
         (["--lora.rank", "8"], "adapters need --model.path"),
+        (
+            ["--optimizer.groups", "[{pattern:visual,lr_scale:2}]"],
+            "write pattern: visual, with a space after the colon",
+        ),
+        (["--optimizer.groups", "{pattern:visual}"], "such as [{pattern: visual, lr_scale: 0.1}], with a space after"),
+        (["--run.seed", "4294967296"], "--run.seed is 4294967296: it must be 0 or more, and below 2**32"),
+        (["--lora.merge", "true"], "--lora.merge is given without --lora.rank"),
         (["--lora.path", "adapter"], "give --lora.rank too"),
         (["--run.steps"], "--run.steps"),
         (["--config", "missing.yaml"], "missing.yaml"),

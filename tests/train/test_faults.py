@@ -155,10 +155,27 @@ def test_errors_are_told_apart(capsys):
         "error: cannot use file (Permission denied): give another path, or mend it",
         "error: cannot write out (No space left on device): free space there, and run the command again",
     ]
+    assert run_command(raises(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
     with pytest.raises(BrokenPipeError):
         run_command(raises(BrokenPipeError(errno.EPIPE, "Broken pipe"), writing("out")))
     with pytest.raises(KeyError):
         run_command(raises(KeyError("key")))
+
+
+def test_ctrl_c_is_not_lost_where_jax_cleans_up():
+    """Python ignores what is raised in such a callback."""
+
+    def _xla_gc_callback():
+        signal.raise_signal(signal.SIGINT)
+
+    def command():
+        _xla_gc_callback()
+        time.sleep(60)
+        return 0
+
+    assert run_command(command) == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_real_error_keeps_its_traceback():

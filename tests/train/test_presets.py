@@ -1,6 +1,7 @@
 """The models that the default job trains: small ones of every family, which learn, are exported, and answer."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.shard import layout_from_name
 from cpjax.train import digits, presets
-from cpjax.train.config import DataConfig, ModelConfig
+from cpjax.train.config import Config, DataConfig, ModelConfig
+from cpjax.train.digits_task import DigitsTask
 from cpjax.train.evaluate import ask, count_right, digits_batch
 from cpjax.train.step import make_eval_step, split_model
 
@@ -86,6 +88,14 @@ def test_an_image_is_one_token_that_all_of_its_pixels_reach(name):
     for own, scan in zip(pixels, shown, strict=True):
         copies = own.size // scan.size  # channels, and frames that Qwen3.5 has twice
         np.testing.assert_allclose(np.sort(own), np.sort(np.repeat(scan, copies)), rtol=1e-6)
+
+
+def test_a_model_with_other_words_is_refused(tmp_path):
+    config = presets.model_config(ModelConfig()).to_dict()
+    config["text_config"]["vocab_size"] += 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"model.path \S+ has a vocabulary of its own, .*: give --records.files"):
+        DigitsTask(Config(model=ModelConfig(path=str(tmp_path))), layout_from_name("zigzag", 1))
 
 
 def test_sizes_without_a_meaning_are_refused():

@@ -179,6 +179,9 @@ def test_broken_records_are_named_and_counted(folder, tmp_path):
     said = "\n".join(task.describe())
     assert f"left out: {file}:2 has no assistant turn" in said and f"left out: {file}:3 has " in said
     assert task.left_out() == "1 no assistant turn, 1 too long"
+    task = make_task(options(folder, broken="skip", held_out=[f"mine={file}"]))
+    assert task.describe()[2].endswith("0 of them are asked. Left out: 1 no assistant turn, 1 too long.")
+    assert task.left_out() == "of held-out mine: 1 no assistant turn, 1 too long"
 
 
 def test_the_card_says_what_it_was_trained_on(folder, tmp_path):

@@ -125,6 +125,7 @@ def test_a_run_writes_every_artefact(whole):
     assert len(moved) == 4 and all(float(change) > 1e-3 for change in moved.values())
     assert f"--config {out / 'config.yaml'} --run.resume true" in said
     assert f"python -m cpjax.train.evaluate {out / 'export'}" in said
+    assert "warmup      40 steps, all of the run: the learning rate only grows, to 0.004" in said
 
 
 def test_the_export_opens_and_answers(whole, monkeypatch, capsys):

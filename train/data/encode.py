@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from cpjax.models import family
-from cpjax.models.common.checkpoint import CONFIG, read_json
+from cpjax.models import family, read_config
 from cpjax.shard import IGNORE
 from cpjax.train.data.images import image_size, load_image
 from cpjax.train.data.records import ImagePart, Record, RecordError, VideoPart
@@ -57,7 +56,7 @@ class Encoder:
             ValueError: one of them is missing, damaged or unsupported.
         """
         path = pathlib.Path(folder)
-        module = family(str(read_json(path / CONFIG).get("model_type")))
+        module = family(read_config(path).model_type)
         tokenizer = read_tokenizer(path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -72,6 +71,11 @@ class Encoder:
             )
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         return cls(module, processor, tokenizer, ChatTemplate.from_folder(path, special))
+
+    @property
+    def beyond(self) -> int:
+        """How many tokens have no embedding."""
+        return sum(token >= self.processor.config.text.vocab_size for token in self.tokenizer.get_vocab().values())
 
     def size(self, record: Record) -> tuple[int, int]:
         """Number of tokens and of image patches; pictures are not decoded.
@@ -116,6 +120,12 @@ class Encoder:
                     plans.append(self.processor.plan_image(height, width))
             except ValueError as error:
                 raise RecordError("unfit image", f"{record.source}: {error}") from None
+            seen = plans[-1].frames if len(frames) > 1 else ()
+            if other := {image_size(frames[number], record.source) for number in seen} - {(height, width)}:
+                sizes = " and ".join(f"{height} x {width}" for height, width in [(height, width), min(other)])
+                raise RecordError(
+                    "unfit image", f"{record.source} has a video with frames of {sizes} pixels: make them equally large"
+                )
         return plans
 
     def _tokens(
@@ -135,15 +145,23 @@ class Encoder:
             found = text.find(mark, at)
             if found < 0:
                 raise RecordError(
-                    f"wrong {plan.modality} count",
-                    f"{record.source} has {len(plans)} images and videos, but the chat template does not show all of "
-                    "them: use the template of a vision-language model, and put them into user turns",
+                    f"{plan.modality} not shown by the template",
+                    f"{record.source} has {plan.modality}s, but the chat template does not show each of them, in its "
+                    f"place, as {mark}: use the template of a model that sees {plan.modality}s, and put them into user "
+                    "turns",
                 )
             pieces += [text[at:found], shown]
             at = found + len(mark)
             moved.append((at, moved[-1][1] + len(shown) - len(mark)))
         encoding = self.tokenizer.encode("".join([*pieces, text[at:]]), add_special_tokens=False)
         ids, offsets = np.array(encoding.ids, int), np.array(encoding.offsets, int).reshape(-1, 2)
+        size = self.processor.config.text.vocab_size
+        if len(beyond := ids[ids >= size]):
+            raise RecordError(
+                "token without embedding",
+                f"{record.source} has the token {self.tokenizer.id_to_token(beyond[0])}, number {beyond[0]}, but the "
+                f"model has embeddings for {size:,}: resize them to the tokenizer, or use the model's own tokenizer",
+            )
         trained = np.zeros(len(ids), bool)
         starts, shifts = np.array(moved).T
         for span in spans:

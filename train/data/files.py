@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import abc
 import bisect
+import contextlib
 import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from cpjax.models.common.checkpoint import read_json
 from cpjax.train.data.records import Record, RecordError, parse_record
+from cpjax.train.errors import InputError
 
 
 class RecordFile(abc.ABC):
@@ -109,7 +112,7 @@ class _JsonLines(RecordFile):
             line = file.readline()
         try:
             return json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError("bad JSON", f"{self.source(index)} is not valid JSON ({error}): mend the line") from None
 
     def source(self, index: int) -> str:
@@ -123,7 +126,7 @@ class _JsonList(RecordFile):
         super().__init__(path, path.parent)
         try:
             self.values = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not valid JSON ({error}): mend it, or name it .jsonl if it has lines"
             ) from None
@@ -146,10 +149,8 @@ class _Parquet(RecordFile):
     def __init__(self, path: pathlib.Path):
         super().__init__(path, path.parent)
         pyarrow = _pyarrow(path)
-        try:
+        with _reading(path):
             metadata = pyarrow.parquet.read_metadata(path)
-        except pyarrow.ArrowInvalid:
-            raise ValueError(f"{path} is not a parquet file: copy or download it again") from None
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self.ends = list(itertools.accumulate(sizes))
         # Each call opens the file, since a reader may not be shared by threads.
@@ -161,7 +162,8 @@ class _Parquet(RecordFile):
     def value(self, index: int) -> Any:
         number = bisect.bisect_right(self.ends, index)
         first = index - ([0, *self.ends][number])
-        return self.group(number).slice(first, 1).to_pylist()[0]
+        with _reading(self.path):
+            return _row(self.group(number), first)
 
     def source(self, index: int) -> str:
         return f"{self.path}:row {index}"
@@ -173,31 +175,50 @@ class _ArrowFolder(RecordFile):
     def __init__(self, path: pathlib.Path):
         super().__init__(path, path)
         if (path / "dataset_dict.json").is_file():
-            splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+            splits = read_json(path / "dataset_dict.json").get("splits", ())
             raise ValueError(f"{path} holds the splits {', '.join(splits)}: give the folder of one of them")
         if not (path / "state.json").is_file():
             raise ValueError(
                 f"{path} is a folder without state.json: give one that datasets.save_to_disk wrote, or a file"
             )
-        state = json.loads((path / "state.json").read_text())
         pyarrow = _pyarrow(path)
         try:
-            tables = [
-                pyarrow.ipc.open_stream(pyarrow.memory_map(str(path / file["filename"]))).read_all()
-                for file in state["_data_files"]
-            ]
-        except (pyarrow.ArrowInvalid, FileNotFoundError, KeyError) as error:
-            raise ValueError(f"{path} is damaged ({error}): save it again with datasets.save_to_disk") from None
+            shards = [path / file["filename"] for file in read_json(path / "state.json")["_data_files"]]
+        except (KeyError, TypeError):
+            raise ValueError(f"{path / 'state.json'} names no data files: save the folder again") from None
+        tables = []
+        for shard in shards:
+            with _reading(shard):
+                tables.append(pyarrow.ipc.open_stream(pyarrow.memory_map(str(shard))).read_all())
         self.table = pyarrow.concat_tables(tables)
 
     def __len__(self) -> int:
         return self.table.num_rows
 
     def value(self, index: int) -> Any:
-        return self.table.slice(index, 1).to_pylist()[0]
+        with _reading(self.path):
+            return _row(self.table, index)
 
     def source(self, index: int) -> str:
         return f"{self.path}:row {index}"
+
+
+def _row(table: Any, index: int) -> Any:
+    row = table.slice(index, 1)
+    row.validate(full=True)  # a text may be said to lie outside of the file
+    return row.to_pylist()[0]
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+    """Says which file is damaged, which pyarrow does not; raises InputError."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} is damaged ({why}): copy, download or save it again") from None
 
 
 def _pyarrow(path: pathlib.Path) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from PIL import Image, ImageOps
 
-from cpjax.train.data.records import ImagePart, RecordError
+from cpjax.train.data.records import ImagePart, RecordError, short
 
 _ORIENTATION, _SIDEWAYS = 0x0112, (5, 6, 7, 8)
 _T = TypeVar("_T")
@@ -51,7 +52,7 @@ def _may_turn(image: Image.Image) -> bool:
 
 
 def _read(part: ImagePart, source: str, use: Callable[[Image.Image], _T]) -> _T:
-    name = part.path or "its bytes"
+    name = short(part.path, 240) if part.path else "its bytes"
     opened: Any = part.path if part.data is None else io.BytesIO(part.data)
     try:
         with Image.open(opened) as image:
@@ -59,5 +60,11 @@ def _read(part: ImagePart, source: str, use: Callable[[Image.Image], _T]) -> _T:
     except FileNotFoundError:
         raise RecordError("missing image", f"{source} shows {name}, which does not exist: mend the path") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        what = "not an image" if isinstance(error, Image.UnidentifiedImageError) else f"damaged ({error})"
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise RecordError(
+                "missing image",
+                f"{source} shows {name}, which is too long for a path: if it is base64, name it base64, not image",
+            ) from None
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        what = "not an image" if isinstance(error, Image.UnidentifiedImageError) else f"damaged ({why})"
         raise RecordError("unreadable image", f"{source} shows {name}, which is {what}: replace it") from None

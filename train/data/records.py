@@ -103,6 +103,15 @@ def parse_record(value: Any, source: str, folder: pathlib.Path) -> Record:
 
 
 _MARK = re.compile("(<image>|<video>)")
+_URL = re.compile("(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_BYTES, _PLACES = ("bytes", "base64"), ("image", "image_url", "path", "url")
+"""Names under which parts and objects hold an image, and under which they say where it is."""
+
+
+def short(value: object, limit: int = 80) -> str:
+    """A value for a message, at most so long, since a text may be a whole image; of lists and objects the type."""
+    text = str(value) if isinstance(value, str | pathlib.Path | int | float | None) else type(value).__name__
+    return text if len(text) <= limit else f"{text[: limit - 33]}...{text[-30:]}"
 
 
 class _Reader:
@@ -126,16 +135,16 @@ class _Reader:
         elif value.get("prompt") is not None and value.get("completion") is not None:
             messages = [*self._side(value["prompt"], "user"), *self._side(value["completion"], "assistant")]
         else:
+            names = short(", ".join(sorted(map(str, value))), 240)
             raise self.error(
                 "bad format",
-                f"has the names {', '.join(sorted(map(str, value)))}: a record needs messages, conversations, or "
-                "prompt and completion",
+                f"has the names {names}: a record needs messages, conversations, or prompt and completion",
             )
         for kind, count in self.used.items():
             if count != self.given[kind]:
                 raise self.error(
                     f"wrong {kind} count",
-                    f"gives {self.given[kind]} {kind}s but has places for {count}: make them equal",
+                    f"gives {self._gives(kind)} but has places for {count}: make them equal",
                 )
         answers = [message for message in messages if message.role == "assistant"]
         if not answers:
@@ -146,6 +155,9 @@ class _Reader:
 
     def error(self, reason: str, text: str) -> RecordError:
         return RecordError(reason, f"{self.source} {text}")
+
+    def _gives(self, kind: str) -> str:
+        return f"{self.given[kind]} {kind}{'' if self.given[kind] == 1 else 's'}"
 
     def _list(self, value: Any, name: str) -> Sequence[Any]:
         if not isinstance(value, list) or not value or not all(isinstance(turn, Mapping) for turn in value):
@@ -165,7 +177,7 @@ class _Reader:
                 raise self.error("bad format", f"has {name} in a turn, which is not supported: write it into the text")
         role, content = turn.get(role_name), turn.get(content_name)
         if not isinstance(role, str) or role not in ROLES:
-            raise self.error("unknown role", f"has the role {role!r}: it must be one of {', '.join(ROLES)}")
+            raise self.error("unknown role", f"has the role {short(role)}: it must be one of {', '.join(ROLES)}")
         if isinstance(content, str):
             return Message(ROLES[role], tuple(self._marked(content)))
         if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
@@ -186,7 +198,7 @@ class _Reader:
     def _next(self, kind: str) -> Part:
         self.used[kind] += 1
         if not self.own[kind]:
-            raise self.error(f"wrong {kind} count", f"gives {self.given[kind]} {kind}s but has places for more")
+            raise self.error(f"wrong {kind} count", f"gives {self._gives(kind)} but has places for more")
         return self.own[kind].pop(0)
 
     def _part(self, part: Mapping[str, Any]) -> Part:
@@ -194,15 +206,13 @@ class _Reader:
         if kind == "text" and isinstance(part.get("text"), str):
             return TextPart(part["text"])
         if kind in ("image", "image_url"):
-            names = ("image", "image_url", "url", "path", "base64", "bytes")
-            found = [part[name] for name in names if part.get(name) is not None]
-            if not found:
-                return self._next("image")
-            return self._image(part if part.get("bytes") is not None else found[0])
+            given = any(part.get(name) is not None for name in _BYTES + _PLACES)
+            return self._image(part) if given else self._next("image")
         if kind == "video":
             return self._video(part) if part.get("video") is not None else self._next("video")
         raise self.error(
-            "bad format", f"has a part of type {kind!r}: parts are text, image, image_url or video, with their value"
+            "bad format",
+            f"has a part of type {short(kind)}: parts are text, image, image_url or video, with their value",
         )
 
     def _own(self, kind: str) -> list[Any]:
@@ -216,23 +226,24 @@ class _Reader:
         return [self._video(video) for video in (found[0] if found and "videos" in self.value else found)]
 
     def _image(self, value: Any) -> ImagePart:
-        """An image by path, bytes, or base64 data URI."""
-        if isinstance(value, Mapping):
-            if value.get("bytes") is not None:
-                data = value["bytes"]
-                return ImagePart(data=data) if isinstance(data, bytes) else self._base64(data)
-            given = [value[name] for name in ("path", "url", "image") if value.get(name) is not None]
-            value = given[0] if given else None
+        """An image by path, bytes, base64 or data URI, itself or in an object that names it."""
+        while isinstance(value, Mapping):
+            for name in _BYTES:
+                if (data := value.get(name)) is not None:
+                    return ImagePart(data=data) if isinstance(data, bytes) else self._base64(data)
+            value = next((value[name] for name in _PLACES if value.get(name) is not None), None)
         if not isinstance(value, str) or not value:
             raise self.error("bad format", "has an image that is neither a path, bytes, nor a base64 data URI")
-        if re.match(r"https?://", value):
-            raise self.error("image by URL", f"has an image at {value[:80]}: download it and give its path")
-        if value.startswith("data:"):
-            return self._base64(value.partition(",")[2])
-        return ImagePart(path=self.folder / value.removeprefix("file://"))
+        if _URL.match(value):
+            raise self.error("image by URL", f"has an image at {short(value)}: download it and give its path")
+        if value[:5].lower() == "data:":
+            return self._base64(value)
+        return ImagePart(path=self.folder / re.sub("^file://", "", value, flags=re.IGNORECASE))
 
     def _base64(self, text: Any) -> ImagePart:
+        """An image in base64, alone or in a data URI."""
         try:
+            text = text.partition(",")[2] if isinstance(text, str) and text[:5].lower() == "data:" else text
             return ImagePart(data=base64.b64decode(text, validate=True))
         except (binascii.Error, TypeError, ValueError):
             raise self.error("unreadable image", "has an image whose base64 text is damaged") from None
@@ -246,6 +257,10 @@ class _Reader:
             raise self.error(
                 "bad format", "has a video that is not a list of images: take its frames out of the file, and give them"
             )
-        if not isinstance(fps, int | float) or fps <= 0:
+        if fps is None:
             raise self.error("bad format", "has a video without fps: say how many of its frames are in a second")
+        if not isinstance(fps, int | float) or not 1e-6 <= fps <= 1e6:
+            raise self.error(
+                "bad format", f"has a video with fps {short(fps)}: say how many of its frames are in a second, a number"
+            )
         return VideoPart(tuple(self._image(frame) for frame in frames), float(fps))

@@ -16,7 +16,7 @@ from cpjax.models.common.checkpoint import read_json
 from cpjax.train.data.records import Message, Record, RecordError, TextPart, VideoPart
 
 _PROBE = "\ue000answer\ue001"
-"""A text that no template and no record holds: private-use characters at its ends."""
+"""A text that no template holds: private-use characters at its ends."""
 
 
 class ChatTemplate:
@@ -106,7 +106,8 @@ class ChatTemplate:
         for number, message in enumerate(record.messages):
             if message.role != "assistant":
                 continue
-            probe = Message("assistant", (TextPart(_PROBE),))
+            unused = (chr(n) for n in range(0xE000, 0xF900) if chr(n) not in message.text)  # its ends must differ
+            probe = Message("assistant", (TextPart(f"{next(unused)}answer{next(unused)}"),))
             other = self._render([*record.messages[:number], probe, *record.messages[number + 1 :]])
             start, end = _difference(text, other)
             # Of an answer with its thinking, a template may show the end alone, and put spaces otherwise.
