@@ -146,8 +146,8 @@ def test_gemma4(anew, tmp_path, capsys, monkeypatch):
     """Text alone, layers that share keys and values: right, and wrong where every chunk counts positions anew."""
     prepare = checking.host_batch
 
-    def count_anew(small, rows, layout, length, patches):
-        batch, sharder = prepare(small, rows, layout, length, patches)
+    def count_anew(small, rows, layout, length, patches, parts):
+        batch, sharder = prepare(small, rows, layout, length, patches, parts)
         if layout.cp > 1:
             batch["position_ids"] = batch["position_ids"] % (sharder.local_length // 2)
         return batch, sharder

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
+from safetensors.numpy import load_file
 
 from cpjax.models import family, from_pretrained, save_pretrained, to_hf_names
 from cpjax.models.common.checkpoint import read_json
@@ -120,9 +121,9 @@ def whole(folder):
     return folder / "one"
 
 
-def curve(out):
+def curve(out, steps=STEPS):
     records = read_metrics(out / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
     return [
         {name: value for name, value in record.items() if not name.startswith("tokens_per_second")}
         for record in records
@@ -149,6 +150,39 @@ def test_two_processes_give_the_numbers_of_one(folder, whole):
         name = path.relative_to(whole)
         assert "checkpoints" in name.parts or (out / name).exists(), name
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["30", "40"]
+
+
+def test_adapters_teacher_answers_and_the_best_checkpoint(folder):
+    """Rows with maps of their own (packed) are split over both processes, and so are adapters and the teacher."""
+    steps, outs = 6, [folder / "adapted", folder / "alone"]
+    options = {
+        "mesh.fsdp": 2, "mesh.cp": 2, "mesh.layout": "packed", "lora.rank": 2, "lora.merge": "true",
+        "distill.teacher": folder / "base", "records.answers": 2, "records.max_new_tokens": 3, "optimizer.lr": 0.03,
+        "run.steps": steps, "run.eval_every": 2, "run.keep_best": "held_out_loss",
+    }  # fmt: skip
+    command = [word for name, value in options.items() for word in (f"--{name}", value)]
+    (first, second), (alone,) = (
+        finish(train(folder, out.name, *command, count=count)) for out, count in zip(outs, (2, 1), strict=True)
+    )
+    assert first[0] == second[0] == alone[0] == 0, (first, second, alone)
+    assert second[1:] == ("", "") and "the best by held_out_loss" in first[1]
+    assert re.findall("of step .*, the best", first[1]) == re.findall("of step .*, the best", alone[1])
+    for record, wanted in zip(*(curve(out, steps) for out in outs), strict=True):
+        assert record == pytest.approx(wanted, rel=1e-6), record["step"]
+    assert {"held_out_exact", "held_out_loss", "kl"} <= record.keys()
+    for file in "adapter/adapter_model.safetensors", "export/model.safetensors":
+        found, wanted = (load_file(out / file) for out in outs)
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            np.testing.assert_allclose(tensor, wanted[name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_check(folder):
+    """Each process computes what one device gives by itself, and both together what the mesh gives."""
+    first, second = finish(train(folder, "checked", "--check", "--mesh.fsdp", 2, "--mesh.cp", 2))
+    assert first[0] == second[0] == 0, (first, second)
+    assert "\nright  " in first[1] and "gradients   of " in first[1]
+    assert second[1:] == ("", "") and first[2] == "" and not (folder / "checked").exists()
 
 
 def test_killed_stopped_and_resumed_by_another_number_of_processes(folder, whole):
