@@ -128,7 +128,7 @@ def test_the_row_has_all_that_the_family_can_do(name):
         "video": hasattr(config, "video_token_id") and (ids == config.video_token_id).any(),
         "sound": "audio_features" in batch and (batch["audio_index"] >= 0).any(),
         "experts over ranks (ep)": any("experts" in path for path, _ in nnx.to_flat_state(state[0])),
-        "heads of multi-token prediction": len(getattr(model, "mtp", ())) > 0,
+        "heads of multi-token prediction": bool(getattr(model, "mtp", ())),
     }
     can = capabilities(name)
     assert {feature: YES if found else NO for feature, found in has.items()} == {
