@@ -1,4 +1,4 @@
-"""Qwen3.5 under context parallelism: loss and every gradient equal the unsharded ones (I1, I2)."""
+"""Qwen3.5 under context parallelism: loss and every gradient equal the unsharded ones (I1, I2; tower included, R43)."""
 
 import functools
 

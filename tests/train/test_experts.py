@@ -1,6 +1,6 @@
 """Steps of a model with experts are the same on every mesh, in any microbatches and however its experts are split.
 
-Its balance loss is included, and the loss of the head of multi-token prediction, which has experts of its own.
+Its balance loss is included (R52), and the loss of the head of multi-token prediction, which has experts of its own.
 """
 
 import dataclasses
