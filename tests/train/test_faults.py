@@ -174,8 +174,12 @@ def test_ctrl_c_is_not_lost_where_jax_cleans_up():
         time.sleep(60)
         return 0
 
-    assert run_command(command) == 130
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run in background
+    try:
+        assert run_command(command) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def test_a_real_error_keeps_its_traceback():
