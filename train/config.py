@@ -35,8 +35,8 @@ class ModelConfig:
     hidden_size: int = 64
     """Width of a token, in numbers."""
     layers: int = 4
-    """Layers of the language model; every fourth is full attention, the others are linear attention (Qwen3.5) or see a
-    sliding window."""
+    """Layers of the language model; every fourth is full attention and the others linear attention (Qwen3.5), or every
+    second, and the others see a sliding window."""
     heads: int = 4
     """Query heads of a full-attention layer."""
     kv_heads: int = 2

@@ -64,6 +64,20 @@ def _signed(image: np.ndarray) -> np.ndarray:
     return _channels(2 * image - 1)
 
 
+def _text(sizes: ModelConfig) -> dict[str, Any]:
+    """Sizes of a language model, by the names that all families have for them."""
+    return {
+        "vocab_size": len(VOCABULARY),
+        "pad_token_id": ID["<pad>"],
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": 3 * sizes.hidden_size,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+    }
+
+
 def _qwen3_5(sizes: ModelConfig) -> dict[str, Any]:
     """Three layers of linear attention, then one of full attention; an image is 2 x 2 patches of 4 x 4 pixels."""
     rotated = sizes.head_dim // 8  # frequencies; a quarter of each head turns
@@ -77,14 +91,7 @@ def _qwen3_5(sizes: ModelConfig) -> dict[str, Any]:
         "vision_start_token_id": ID["<vision_start>"],
         "vision_end_token_id": ID["<vision_end>"],
         "text_config": {
-            "vocab_size": len(VOCABULARY),
-            "pad_token_id": ID["<pad>"],
-            "hidden_size": sizes.hidden_size,
-            "intermediate_size": 3 * sizes.hidden_size,
-            "num_hidden_layers": sizes.layers,
-            "num_attention_heads": sizes.heads,
-            "num_key_value_heads": sizes.kv_heads,
-            "head_dim": sizes.head_dim,
+            **_text(sizes),
             "linear_num_key_heads": sizes.linear_heads,
             "linear_num_value_heads": sizes.linear_heads,
             "linear_key_head_dim": sizes.linear_head_dim,
@@ -128,7 +135,7 @@ def _layer_types(layers: int) -> list[str]:
 
 
 def _gemma4(sizes: ModelConfig) -> dict[str, Any]:
-    """Three sliding layers, then a full one with heads twice as wide; an image is 2 x 2 patches of 4 x 4 pixels."""
+    """Sliding layers in turn with full ones, whose heads are twice as wide; an image is 2 x 2 patches of 4 x 4."""
     types = _layer_types(sizes.layers)
     full = {str(i): {"head_dim": 2 * sizes.head_dim} for i, kind in enumerate(types) if kind == "full_attention"}
     return {
@@ -141,14 +148,7 @@ def _gemma4(sizes: ModelConfig) -> dict[str, Any]:
         "video_token_id": ID["<video>"],
         "audio_config": None,
         "text_config": {
-            "vocab_size": len(VOCABULARY),
-            "pad_token_id": ID["<pad>"],
-            "hidden_size": sizes.hidden_size,
-            "intermediate_size": 3 * sizes.hidden_size,
-            "num_hidden_layers": sizes.layers,
-            "num_attention_heads": sizes.heads,
-            "num_key_value_heads": sizes.kv_heads,
-            "head_dim": sizes.head_dim,
+            **_text(sizes),
             "layer_types": types,
             "per_layer_config": full,
             "rope_parameters": {
@@ -175,7 +175,7 @@ def _gemma4(sizes: ModelConfig) -> dict[str, Any]:
 
 
 def _step3p7(sizes: ModelConfig) -> dict[str, Any]:
-    """Three sliding layers with more heads, then a full one; all but the first have experts.
+    """Sliding layers, with more heads, in turn with full ones; all but the first have experts.
 
     An image is a single view of 4 x 4 patches of 2 x 2 pixels.
     """
@@ -187,16 +187,9 @@ def _step3p7(sizes: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "image_token_id": ID["<image>"],
         "text_config": {
+            **_text(sizes),
             "model_type": "step3p5",
-            "vocab_size": len(VOCABULARY),
-            "pad_token_id": ID["<pad>"],
-            "hidden_size": sizes.hidden_size,
-            "intermediate_size": width,
-            "num_hidden_layers": sizes.layers,
-            "num_attention_heads": sizes.heads,
             "num_sliding_attention_heads": sizes.heads + sizes.kv_heads,
-            "num_key_value_heads": sizes.kv_heads,
-            "head_dim": sizes.head_dim,
             "query_pre_attn_scalar": sizes.head_dim / 2,
             "sliding_window": WINDOW,
             "layer_types": types,
