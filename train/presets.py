@@ -190,7 +190,7 @@ def _step3p7(sizes: ModelConfig) -> dict[str, Any]:
             **_text(sizes),
             "model_type": "step3p5",
             "num_sliding_attention_heads": sizes.heads + sizes.kv_heads,
-            "query_pre_attn_scalar": sizes.head_dim / 2,
+            "query_pre_attn_scalar": sizes.head_dim / 16,  # four times as sharp as usual: names, once seen, stand out
             "sliding_window": WINDOW,
             "layer_types": types,
             "mlp_layer_types": ["dense", *["sparse"] * (sizes.layers - 1)],

@@ -5,7 +5,18 @@ import pathlib
 import pytest
 import yaml
 
-from cpjax.train.config import Config, OptimizerConfig, ParameterGroup, RunConfig, make_parser, parse_config
+from cpjax.models import family
+from cpjax.train.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParameterGroup,
+    RunConfig,
+    make_parser,
+    parse_config,
+)
+from cpjax.train.patterns import find
+from cpjax.train.presets import model_config
 
 
 def test_the_command_line_beats_the_file_which_beats_the_default(tmp_path):
@@ -27,6 +38,23 @@ def test_yaml_round_trip(tmp_path):
     assert parse_config(["--config", str(file)]) == config and optimizer.balance is None
     assert parse_config(["--config", str(file), "--optimizer.balance", "0.01"]).optimizer.balance == 0.01
     assert yaml.safe_load(config.to_yaml()) == config.to_dict()
+
+
+def test_a_family_from_scratch_brings_groups_which_follow_those_given(tmp_path):
+    scratch = ["--model.family", "step3p7"]
+    [group] = parse_config(scratch).optimizer.groups
+    config = model_config(ModelConfig(family="step3p7"))
+    names = {weight.path: weight.names for weight in family("step3p7").weights(config)}
+    [found] = find("optimizer.groups", [group.pattern], names)
+    assert {path.removesuffix(".kernel").split(".")[-1] for path in found} == {"o_proj", "down_proj"}
+    assert group.weight_decay == 20 and all(path.startswith("layers") for path in found)
+
+    given = parse_config([*scratch, "--optimizer.groups", "[{pattern: norm}]"])
+    assert [group.pattern for group in given.optimizer.groups] == ["norm", group.pattern]
+    (tmp_path / "config.yaml").write_text(given.to_yaml())
+    assert parse_config(["--config", str(tmp_path / "config.yaml")]) == given
+    for others in ([], [*scratch, "--model.path", "folder"]):
+        assert parse_config(others).optimizer.groups == []
 
 
 @pytest.mark.parametrize(
