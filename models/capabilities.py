@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import sys
 
+from cpjax.mesh import AXES
 from cpjax.models import FAMILIES, family
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "packed", "dispatched")
@@ -30,6 +31,7 @@ def capabilities(model_type: str) -> dict[str, str]:
         "images": True,
         "video": "video_token_id" in config,
         "sound": "audio" in config,
+        "layers over ranks (pp)": "pp" in AXES,
         "experts over ranks (ep)": any("experts" in name for name in text),
         "heads of multi-token prediction": any(name.startswith("mtp_") for name in text),
     }

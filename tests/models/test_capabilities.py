@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import pathlib
 
 import jax
@@ -127,6 +128,7 @@ def test_the_row_has_all_that_the_family_can_do(name):
         "images": (ids == config.image_token_id).any() and "pixel_values" in batch,
         "video": hasattr(config, "video_token_id") and (ids == config.video_token_id).any(),
         "sound": "audio_features" in batch and (batch["audio_index"] >= 0).any(),
+        "layers over ranks (pp)": "pp" in inspect.signature(make_mesh).parameters,
         "experts over ranks (ep)": any("experts" in path for path, _ in nnx.to_flat_state(state[0])),
         "heads of multi-token prediction": bool(getattr(model, "mtp", ())),
     }
