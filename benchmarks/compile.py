@@ -67,7 +67,7 @@ def run(settings: Settings) -> Iterator[list[Row]]:
     """The rows of one family after the other."""
     for variant in VARIANTS[:1] if settings.quick else VARIANTS:
         rows = []
-        for layers in LAYERS:
+        for layers in LAYERS[:1] if settings.quick else LAYERS:
             jax.clear_caches()
             start = time.perf_counter()
             function, shapes = program(variant, layers)

@@ -6,6 +6,7 @@ export; what is compared is the loss of the first step.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import tempfile
 from collections.abc import Iterator
@@ -43,7 +44,11 @@ OPTIONS = OptimizerConfig(lr=1e-4, schedule="constant", warmup=0, weight_decay=0
 
 def run(settings: Settings) -> Iterator[list[Row]]:
     """The rows of one length after the other."""
-    model = Model(CONFIG, rngs=nnx.Rngs(0))
+    config = CONFIG
+    if settings.quick:  # a layer of each kind
+        text = dataclasses.replace(config.text, num_hidden_layers=2, layer_types=("linear_attention", "full_attention"))
+        config = dataclasses.replace(config, text=text)
+    model = Model(config, rngs=nnx.Rngs(0))
     for length in settings.lengths:
         ids = np.random.default_rng(0).integers(5, CONFIG.text.vocab_size, length)
         found = [_cpjax(model, ids, 1), _cpjax(model, ids, settings.cp), _transformers(model, ids)]
@@ -58,8 +63,8 @@ def _cpjax(model: Model, ids: np.ndarray, cp: int) -> tuple[Contender, float]:
     mesh = make_mesh(cp=cp, devices=devices(cp))
     graphdef, *arrays = split_model(model, ["visual"], hf_names(model))
     params, frozen = jax.tree.map(lambda x: x.copy(), arrays)  # the first step takes them away
-    optimizer = make_optimizer(OPTIONS, weights(CONFIG), params)
-    rows = prepare(CONFIG, [Tokens(ids, ids)])
+    optimizer = make_optimizer(OPTIONS, weights(model.config), params)
+    rows = prepare(model.config, [Tokens(ids, ids)])
     host, sharder = make_batch(rows, layout_from_name("zigzag", cp), streams=STREAMS)
     step: Any = make_train_step(graphdef, optimizer, make_schedule(OPTIONS, 100), mesh, remat="none")
     state, batch = init_state(params, frozen, optimizer, mesh), place_batch(host, mesh)

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, a quick compiler and a persistent compilation cache for every test."""
 
+import gc
 import os
 import pathlib
 
@@ -25,13 +26,15 @@ jax.config.update(
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+gc.set_threshold(100_000, 20, 20)  # tracing makes many objects that stay; to look at them took a fifth of its time
+
 hypothesis.settings.register_profile("cpjax", deadline=None)  # the first example compiles
 hypothesis.settings.load_profile("cpjax")
 
 
 LONGEST = (
-    "test_run", "test_step", "test_processes", "test_gemma4_parity", "test_benchmarks", "test_equal_dense",
-    "test_check", "test_notebooks", "test_walkthrough",
+    "test_run", "test_capabilities", "test_qwen3_5_cp", "test_step", "test_processes", "test_gemma4_parity",
+    "test_walkthrough", "test_benchmarks", "test_qwen3_5_layouts", "test_equal_dense", "test_notebooks", "test_check",
 )  # fmt: skip
 """Files that take long, the longest first: one that starts last keeps all workers but one waiting."""
 

@@ -81,15 +81,15 @@ def everything():
     return problem(45, documents=documents, padding=padding)
 
 
-PARALLEL = [
-    (cp, layout, transport)
-    for layout in ("contiguous", "zigzag", "striped")
-    for cp, transport in ((8, "ring"), (4, "allgather"), (2, "ulysses"), (4, "ring_ulysses"))
-]
-
-
-@pytest.mark.parametrize(("cp", "layout", "transport"), [(1, "identity", "ring"), *PARALLEL])
+@pytest.mark.parametrize(
+    ("cp", "layout", "transport"),
+    [
+        (1, "identity", "ring"), (8, "striped", "ring"), (4, "zigzag", "allgather"), (2, "striped", "ulysses"),
+        (4, "contiguous", "ring_ulysses"),
+    ],
+)  # fmt: skip
 def test_documents_padding_and_grouped_heads(cp, layout, transport):
+    """Layouts with transports that CASES leave out are among these."""
     p = everything()
     assert_equal(solve(p, cp, layout, transport, jnp.float64), solve_numpy(p), jnp.float64)
 

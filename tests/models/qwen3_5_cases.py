@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from cpjax.models import from_pretrained
 from cpjax.models.common.experts import balance_loss
-from cpjax.models.qwen3_5 import Media, Qwen3_5, Row
+from cpjax.models.qwen3_5 import Media, Row
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FOLDER = GOLDENS / "qwen3_5"
@@ -46,16 +46,17 @@ def model_with_head(family="qwen3_5", dtype=None):
 
 
 @functools.cache
-def small_model():
+def small_model(family="qwen3_5", dtype=None):
     """The golden model's last linear and full layer of each group, with an epsilon that keeps float32 noise small."""
-    config = model_with_head().config
+    model = model_with_head(family, dtype)
     text = dataclasses.replace(
-        config.text, num_hidden_layers=4, layer_types=("linear_attention", "full_attention") * 2, rms_norm_eps=1e-2
-    )
-    config = dataclasses.replace(config, text=text)
-    graph = nnx.split(nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0))))[0]
-    state = nnx.to_flat_state(nnx.split(model_with_head())[1])
-    slots = {2: 0, 3: 1}
+        model.config.text, num_hidden_layers=4, layer_types=("linear_attention", "full_attention") * 2,
+        rms_norm_eps=1e-2,
+    )  # fmt: skip
+    config = dataclasses.replace(model.config, text=text)
+    graph = nnx.split(nnx.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(0))))[0]
+    state = nnx.to_flat_state(nnx.split(model)[1])
+    slots = {model.config.text.period - 2: 0, model.config.text.period - 1: 1}
     kept = {
         (*path[:2], slots[path[2]], *path[3:]) if path[0] == "layers" else path: value
         for path, value in state
@@ -115,7 +116,8 @@ def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
 
     def local(params, batch):
         model = nnx.merge(graph, params)
-        hidden, sums, later = model.outputs(batch, sharder, transport=transport, ahead=model.mtp is not None)
+        options = {"transport": transport, "remat": "none"}  # which is quicker to compile
+        hidden, sums, later = model.outputs(batch, sharder, ahead=model.mtp is not None, **options)
         logits = [model.logits(hidden) for hidden in (hidden, *(ahead for ahead, _ in later))]
         total = loss_of(logits[0], sharder.take_local(batch["labels"])) / valid
         for own, (_, labels) in zip(logits[1:], later, strict=True):

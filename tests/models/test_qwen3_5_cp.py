@@ -12,7 +12,7 @@ from cpjax.models import to_hf_names
 from cpjax.models.qwen3_5 import STREAMS, Media, Row, prepare
 from cpjax.shard import IGNORE, Identity, layout_from_name, make_batch
 
-from .qwen3_5_cases import golden_model, model_with_head, small_model, value_and_grads
+from .qwen3_5_cases import golden_model, small_model, value_and_grads
 
 UNLABELLED = range(11, 30)
 
@@ -43,19 +43,18 @@ def host_batch():
     return prepare(config, rows)
 
 
-def run(model, layout, transport="ring", mesh=None):
-    batch, sharder = make_batch(host_batch(), layout, streams=STREAMS)
-    loss, grads, _ = value_and_grads(model, batch, sharder, mesh, transport)
+def run(family, layout, transport="ring", mesh=None, dtype=jnp.float64):
+    """Loss, and every gradient by name."""
+    with jax.enable_x64(dtype == jnp.float64):
+        model = small_model(family, dtype)
+        batch, sharder = make_batch(host_batch(), layout, streams=STREAMS)
+        loss, grads, _ = value_and_grads(model, batch, sharder, mesh, transport)
     return float(loss), {name: np.asarray(grad) for name, grad in to_hf_names(model, grads).items()}
 
 
 @functools.cache
-def dense(model):
-    return run(model(), Identity())
-
-
-def sparse_model():
-    return model_with_head("qwen3_5_moe")
+def dense(family, dtype=jnp.float64):
+    return run(family, Identity(), dtype=dtype)
 
 
 def assert_equal(found, expected, loss_tolerance, tolerance):
@@ -85,28 +84,23 @@ def test_the_batch_holds_the_hard_cases():
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "cp", "transport"),
+    ("family", "name", "cp", "transport"),
     [
-        (small_model, "contiguous", 2, "ring"),
-        (small_model, "zigzag", 4, "ring"),
-        (small_model, "contiguous", 4, "allgather"),
-        (small_model, "contiguous", 8, "ring"),
-        (small_model, "zigzag", 8, "allgather"),
-        (sparse_model, "zigzag", 2, "allgather"),
-        (sparse_model, "zigzag", 4, "ring"),
-        (sparse_model, "contiguous", 8, "ring"),
+        ("qwen3_5", "contiguous", 2, "ulysses"),
+        ("qwen3_5", "zigzag", 4, "ring"),
+        ("qwen3_5", "contiguous", 8, "ring_ulysses:2"),
+        ("qwen3_5", "zigzag", 8, "allgather"),
+        ("qwen3_5_moe", "zigzag", 4, "ring_ulysses:2"),
+        ("qwen3_5_moe", "contiguous", 8, "ring"),
     ],
 )
-def test_loss_and_every_gradient_equal_the_dense_ones(model, name, cp, transport):
+def test_loss_and_every_gradient_equal_the_dense_ones(family, name, cp, transport):
     """With experts: their balance loss too; some experts have nearly all tokens of a rank, some none."""
-    found = run(model(), layout_from_name(name, cp), transport, make_mesh(cp=cp))
-    assert_equal(found, dense(model), 1e-6, 1e-5)
-
-
-def test_float64():
-    with jax.enable_x64(True):
-        model = model_with_head(dtype=jnp.float64)
-        expected = run(model, Identity())
-        found = run(model, layout_from_name("zigzag", 4), "ring", make_mesh(cp=4))
+    found, expected = run(family, layout_from_name(name, cp), transport, make_mesh(cp=cp)), dense(family)
     assert expected[1]["lm_head.weight"].dtype == np.float64
     assert_equal(found, expected, 1e-13, 1e-11)
+
+
+def test_float32():
+    found = run("qwen3_5", layout_from_name("zigzag", 4), "ring", make_mesh(cp=4), jnp.float32)
+    assert_equal(found, dense("qwen3_5", jnp.float32), 1e-6, 1e-5)

@@ -66,7 +66,7 @@ def batch_of(number):
     return prepare(CONFIG, rows, **sizes), [prepare(CONFIG, [document], **sizes) for document in documents]
 
 
-def compiled(mesh, batch, sharder):
+def compiled(mesh, batch, sharder, remat="none"):
     """Parameters, and `(params, batch, sharder, valid) -> (loss, gradients)` for sharders and batches like these."""
     graph, params = nnx.split(Model(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float64))
 
@@ -75,7 +75,7 @@ def compiled(mesh, batch, sharder):
     def loss_and_gradients(params, batch, sharder, valid):
         def local(params, batch):
             model = nnx.merge(graph, params)
-            hidden, _, later = model.outputs(batch, sharder, ahead=True)
+            hidden, _, later = model.outputs(batch, sharder, ahead=True, remat=remat)
             heads = [(hidden, sharder.take_local(batch["labels"])), *later]
             return jax.lax.psum(sum(loss_of(model.logits(hidden), labels) for hidden, labels in heads), "cp")
 
@@ -114,16 +114,20 @@ def balanced(number, cp):
 
 @functools.cache
 def sharded(name, cp):
-    """Parameters, the program compiled for the first batch, and both batches with their sharders."""
+    """Parameters, the program compiled for the first batch, and both batches with their sharders.
+
+    Under the packed layout layers are rematerialised, as when training; otherwise not, which is quicker to compile.
+    """
     batches = []
     for number in (0, 1):
         layout = {"packed": Packed(cp), "striped": Striped(cp), "dispatched": balanced(number, cp)}[name]
         padded = PADDED if name == "packed" else None
         batches.append(make_batch(batch_of(number)[0], layout, streams=STREAMS, padded_length=padded))
-    return *compiled(make_mesh(cp=cp), *batches[0]), batches
+    remat = "layer" if name == "packed" else "none"
+    return *compiled(make_mesh(cp=cp), *batches[0], remat), batches
 
 
-@pytest.mark.parametrize(("name", "cp"), [("packed", 2), ("packed", 4), ("striped", 2), ("dispatched", 2)])
+@pytest.mark.parametrize(("name", "cp"), [("packed", 4), ("striped", 2), ("dispatched", 2)])
 def test_documents_have_the_loss_and_every_gradient_of_one_by_one(name, cp):
     """Two batches, whose documents differ in number and length, are data of one program."""
     with jax.enable_x64(True):

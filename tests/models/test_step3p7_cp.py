@@ -6,7 +6,7 @@ import pytest
 
 from cpjax.mesh import make_mesh
 from cpjax.models.step3p7 import STREAMS
-from cpjax.shard import IGNORE, Identity, Packed, layout_from_name, make_batch
+from cpjax.shard import IGNORE, Dispatched, Identity, SliceKind, dispatch, layout_from_name, make_batch
 
 from .step3p7_cases import CONFIG, dense, documents, host_batch, program, run
 
@@ -27,11 +27,16 @@ def test_the_batch_holds_the_hard_cases():
 
 @pytest.mark.parametrize(
     ("name", "cp", "transport"),
-    [("packed", 2, "ulysses"), ("zigzag", 4, "allgather"), ("contiguous", 8, "ring")],
-)
+    [
+        ("packed", 2, "ulysses"), ("zigzag", 4, "allgather"), ("contiguous", 8, "ring"),
+        ("striped", 4, "ring_ulysses:2"), ("dispatched", 2, "ring"),
+    ],
+)  # fmt: skip
 def test_losses_and_every_gradient_equal_the_dense_ones(name, cp, transport):
     with jax.enable_x64(True):
-        layout, length = (Packed(cp), 72) if name == "packed" else (layout_from_name(name, cp), None)
+        layout, length = layout_from_name(name, cp), 72 if name == "packed" else None
+        if name == "dispatched":
+            layout, _ = dispatch([[0, 41, 0, 41, SliceKind.CAUSAL]], 41, Dispatched(cp, chunk_size=2))
         found, expected = run(program(make_mesh(cp=cp), transport), documents(), layout, length), dense()
     assert found.keys() == expected.keys()
     for key, value in expected.items():

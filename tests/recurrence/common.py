@@ -1,5 +1,7 @@
 """Running a recurrence on the ranks of a layout, as a function of full sequences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,7 @@ def sharded(op, name, cp, length):
     return full
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def value_and_grads(full, tokens, document_ids, shared, cotangent):
     """Output, and the gradients of sum(output * cotangent) in `tokens` and `shared`."""
     out, pull = jax.vjp(lambda tokens, shared: full(tokens, document_ids, shared), tokens, shared)

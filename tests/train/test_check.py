@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 def options(folder, **run):
     mesh = MeshConfig(cp=2, dp=2)
-    return Config(model=ModelConfig(path=str(folder)), mesh=mesh, run=RunConfig(batch_size=2, **run))
+    return Config(model=ModelConfig(path=str(folder), remat="none"), mesh=mesh, run=RunConfig(batch_size=2, **run))
 
 
 def test_a_mesh_that_is_right(folder, capsys):

@@ -107,8 +107,7 @@ MESHES = [
     {"cp": 4},
     {"cp": 2, "layout": "contiguous", "transport": "allgather"},
     {"cp": 2, "layout": "packed", "accumulate": 2},
-    {"dp": 2, "cp": 2, "accumulate": 2},
-    {"fsdp": 2, "cp": 2},
+    {"dp": 2, "fsdp": 2, "cp": 2},
 ]
 
 
@@ -125,7 +124,7 @@ def test_r11_neither_mesh_nor_microbatches_change_anything(mesh):
         scale = np.abs(wanted[name]).max()
         assert scale > 0, f"{name} has no gradient"
         np.testing.assert_allclose(moments[name], wanted[name], atol=1e-5 * scale, rtol=0, err_msg=name)
-    if split.sharder.layout.name != "contiguous":  # one program less to compile
+    if "fsdp" not in mesh and "contiguous" not in mesh.values():  # two programs less to compile
         assert (split.predicted_tokens() == dense.predicted_tokens()).mean() > 0.97  # near-ties may fall either way
 
 
