@@ -172,25 +172,34 @@ def stack_layers(create: Callable[[nnx.Rngs], Module], count: int, rngs: nnx.Rng
 def scan_layers(layers: Any, hidden: Hidden, *args: Any, each: Any = (), remat: Remat = "layer") -> Hidden:
     """Applies the copies of `stack_layers` one after another, `hidden = layer(hidden, *args, *own)`.
 
+    Copies of a pattern of layers, its `slots`, are applied layer by layer: the pattern is told which, `slot=0` first.
     Compile time and the program's size do not grow with the number of copies; with `remat` "layer" the backward pass
-    keeps only the hidden state between them, which may be of several arrays.
+    keeps only the hidden state between layers, which may be of several arrays.
 
     Args:
         args: the same for all.
-        each: arrays whose first axis holds what each layer gets of its `own`.
+        each: arrays whose first axis holds what each copy gets of its `own`.
     """
     graph, stacked = nnx.split(layers)
     axes = frozenset[Any]().union(*(varying_axes(leaf) for leaf in jax.tree.leaves((stacked, each))))
     hidden = jax.tree.map(lambda x: vary_over(x, axes), hidden)  # as what comes out, where a layer is split over ranks
+    slots = range(len(layers.slots)) if hasattr(layers, "slots") else (None,)
 
-    def body(hidden: Hidden, one: Any) -> tuple[Hidden, None]:
+    def apply(slot: int | None, hidden: Hidden, one: Any) -> Hidden:
         params, own = one
         layer = nnx.merge(graph, params)
-        return layer(gather_layer(layer, hidden), *args, *own), None
+        which = {} if slot is None else {"slot": slot}
+        return layer(gather_layer(layer, hidden, slot), *args, *own, **which)
 
     if remat != "none":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-        body = jax.checkpoint(body, policy=policy)
+        apply = jax.checkpoint(apply, policy=policy, static_argnums=0)
+
+    def body(hidden: Hidden, one: Any) -> tuple[Hidden, None]:
+        for slot in slots:
+            hidden = apply(slot, hidden, one)
+        return hidden, None
+
     return jax.lax.scan(body, hidden, (stacked, each))[0]
 
 

@@ -203,11 +203,17 @@ def assemble(model: nnx.Module, axes: Mapping[str, int]) -> None:
         module.parts = tuple(parts[prefix])
 
 
-def gather_layer(layer: Any, hidden: Hidden) -> Hidden:
-    """Gathers the parameters of one layer, and splits the hidden states [B, L, E] that enter it by rows."""
+def gather_layer(layer: Any, hidden: Hidden, slot: int | None = None) -> Hidden:
+    """Gathers the parameters of one layer, and splits the hidden states [B, L, E] that enter it by rows.
+
+    Args:
+        slot: which layer, of a pattern of them.
+    """
+    prefix = "" if slot is None else f"slots.{slot}."
     for name, axis in layer.parts:
-        _gather(layer, name, axis)
-    _gather_automatic(layer)
+        if name.startswith(prefix):
+            _gather(layer, name, axis)
+    _gather_automatic(layer if slot is None else layer.slots[slot])
     if not _automatic_axes():
         return hidden
 

@@ -203,7 +203,7 @@ class DecoderLayer(nnx.Module):
 
 
 class LayerGroup(nnx.Module):
-    """The shortest repeating pattern of layers (five sliding, one full); the unit of scan and rematerialisation."""
+    """The shortest repeating pattern of layers (five sliding, one full), see `scan_layers`."""
 
     def __init__(self, config: TextConfig, stack: Stack, *, dtype: Any, rngs: nnx.Rngs):
         shared = stack.first >= config.first_shared
@@ -215,6 +215,8 @@ class LayerGroup(nnx.Module):
         local: Local,
         shared: Mapping[str, KeysValues],
         own: jax.Array | None = None,
+        *,
+        slot: int,
     ) -> tuple[jax.Array, Mapping[str, KeysValues]]:
         """Hidden states [B, L, E], and by type the last keys and values, of those types that are asked for.
 
@@ -222,12 +224,10 @@ class LayerGroup(nnx.Module):
             shared: keys and values that layers have in place of their own, by type.
             own: [B, L, slots, P], the inputs of each layer.
         """
-        x, kept = state
-        for slot, layer in enumerate(self.slots):
-            kind = layer.self_attn.kind
-            x, kv = layer(x, local, shared.get(kind), None if own is None else own[:, :, slot])
-            kept = {name: kv if name == kind else old for name, old in kept.items()}
-        return x, kept
+        (x, kept), layer = state, self.slots[slot]
+        kind = layer.self_attn.kind
+        x, kv = layer(x, local, shared.get(kind), None if own is None else own[:, :, slot])
+        return x, {name: kv if name == kind else old for name, old in kept.items()}
 
 
 class Gemma4(nnx.Module):

@@ -172,16 +172,14 @@ class DecoderLayer(nnx.Module):
 
 
 class LayerGroup(nnx.Module):
-    """One round of a repeating pattern of layers; the unit of scan and rematerialisation."""
+    """One round of a repeating pattern of layers, see `scan_layers`."""
 
     def __init__(self, config: TextConfig, pattern: tuple[Layer, ...], *, dtype: Any, rngs: nnx.Rngs):
         self.slots = nnx.List([DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in pattern])
 
-    def __call__(self, x: jax.Array, local: Local) -> jax.Array:
+    def __call__(self, x: jax.Array, local: Local, *, slot: int) -> jax.Array:
         """x [B, L, E] -> [B, L, E]."""
-        for layer in self.slots:
-            x = layer(x, local)
-        return x
+        return self.slots[slot](x, local)
 
 
 class Ahead(nnx.Module):

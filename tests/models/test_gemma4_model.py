@@ -153,12 +153,14 @@ def test_any_pattern_of_layers_and_dtype(dtype, text):
 
 
 def test_the_program_does_not_grow_with_depth_and_keeps_keys_once():
-    """Nothing has an axis of groups and one of tokens but the hidden states that layers keep for the backward pass:
-    keys and values that later layers share are kept once."""
+    """With all that variants have: per-layer inputs, shared keys and values, experts. Nothing has an axis of groups and
+    one of tokens but the hidden states that layers keep for the backward pass and the per-layer inputs: keys and values
+    that later layers share are kept once."""
 
     def lowered(layers):
         text = {"num_hidden_layers": layers, "num_kv_shared_layers": 2, "layer_types": (SLIDING, FULL) * (layers // 2)}
-        config = small(**text)
+        text |= {"hidden_size_per_layer_input": 4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        config = small(moe_intermediate_size=8, **text)
         model = nnx.eval_shape(lambda: Gemma4(config, rngs=nnx.Rngs(0)))
         batch, sharder = make_batch(prepare(config, [Row([1] * 7)]), Identity())
         graph, params = nnx.split(model)

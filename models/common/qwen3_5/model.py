@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -206,29 +205,27 @@ class DecoderLayer(nnx.Module):
 
 
 class LayerGroup(nnx.Module):
-    """The shortest repeating pattern of layers (three linear, one full); the unit of scan and rematerialisation."""
+    """The shortest repeating pattern of layers (three linear, one full), see `scan_layers`."""
 
     def __init__(self, config: TextConfig, mlp: Callable[..., Any], *, dtype: Any, rngs: nnx.Rngs):
         types = config.types[: config.period]
         self.slots = nnx.List([DecoderLayer(config, kind, mlp, dtype=dtype, rngs=rngs) for kind in types])
 
     def __call__(
-        self, carry: tuple[jax.Array, RouterSums | None], local: Local, runs: Local
+        self, carry: tuple[jax.Array, RouterSums | None], local: Local, runs: Local, *, slot: int
     ) -> tuple[jax.Array, RouterSums | None]:
-        """x [B, L, E] in the order of `local`, and the sums of the routers so far -> both after these layers.
+        """x [B, L, E] in the order of `local`, and the sums of the routers so far -> both after a layer.
 
         A state wants runs of consecutive tokens: where the layout has none, each stretch of linear layers, norms and
         MLPs included, works on the order of `runs`. So a stretch takes one exchange in and one out, however long it is.
         """
         x, total = carry
-        for linear, layers in itertools.groupby(self.slots, lambda layer: isinstance(layer.mixer, GatedDeltaNet)):
-            order = runs if linear else local
-            x = convert(x, local.sharder, order.sharder)
-            for layer in layers:
-                x, sums = layer(x, order)
-                total = jax.tree.map(jnp.add, total, sums)
-            x = convert(x, order.sharder, local.sharder)
-        return x, total
+        orders = [runs if isinstance(layer.mixer, GatedDeltaNet) else local for layer in self.slots]
+        x = convert(x, (orders[slot - 1] if slot else local).sharder, orders[slot].sharder)
+        x, sums = self.slots[slot](x, orders[slot])
+        if slot == len(orders) - 1:
+            x = convert(x, orders[slot].sharder, local.sharder)
+        return x, jax.tree.map(jnp.add, total, sums)
 
 
 class Ahead(nnx.Module):
