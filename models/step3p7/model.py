@@ -32,7 +32,9 @@ from cpjax.sequence import shift
 from cpjax.shard import IGNORE, Sharder
 
 RESIDUAL_SCALE = 0.1
-"""Fresh layers write to the residual stream at a tenth of its scale: at the start a token is mostly itself."""
+"""What fresh layers write to the residual stream, as a share of what enters them: at the start a token is mostly itself."""
+EMBEDDING_SCALE = 2.0
+"""Of fresh token embeddings: what layers write grows to about 1, and a token must stay known by its embedding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Step3p7(nnx.Module):
     """The whole model.
 
     Fresh weights: matrices normal with standard deviation in^-0.5 (`RESIDUAL_SCALE` times that where a layer writes to
-    the residual stream), token embeddings standard normal (hidden_size^-0.5 if tied), norms neutral.
+    the residual stream), token embeddings normal with `EMBEDDING_SCALE` (hidden_size^-0.5 if tied), norms neutral.
 
     Args:
         config: sizes and token ids.
@@ -215,7 +217,9 @@ class Step3p7(nnx.Module):
         self.config = config
         text, vision = config.text, config.vision
         shape = (text.vocab_size, text.hidden_size)
-        scale = text.hidden_size**-0.5 if config.tie_word_embeddings else 1  # a tied table is the head as well
+        scale = (
+            text.hidden_size**-0.5 if config.tie_word_embeddings else EMBEDDING_SCALE
+        )  # tied, it is the head as well
         self.embed_tokens = nnx.Param((scale * jax.random.normal(rngs.params(), shape, dtype)).astype(dtype))
         self.visual = Vision(vision, dtype=dtype, rngs=rngs)
         self.projector = Linear(
