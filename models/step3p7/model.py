@@ -32,7 +32,7 @@ from cpjax.sequence import shift
 from cpjax.shard import IGNORE, Sharder
 
 RESIDUAL_SCALE = 0.1
-"""What fresh layers write to the residual stream, as a share of what enters them: at the start a token is mostly itself."""
+"""Of what fresh layers write to the residual stream: at the start a token is mostly itself."""
 EMBEDDING_SCALE = 2.0
 """Of fresh token embeddings: what layers write grows to about 1, and a token must stay known by its embedding."""
 
@@ -217,9 +217,7 @@ class Step3p7(nnx.Module):
         self.config = config
         text, vision = config.text, config.vision
         shape = (text.vocab_size, text.hidden_size)
-        scale = (
-            text.hidden_size**-0.5 if config.tie_word_embeddings else EMBEDDING_SCALE
-        )  # tied, it is the head as well
+        scale = text.hidden_size**-0.5 if config.tie_word_embeddings else EMBEDDING_SCALE  # a tied one is the head too
         self.embed_tokens = nnx.Param((scale * jax.random.normal(rngs.params(), shape, dtype)).astype(dtype))
         self.visual = Vision(vision, dtype=dtype, rngs=rngs)
         self.projector = Linear(
