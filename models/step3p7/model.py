@@ -33,8 +33,9 @@ from cpjax.shard import IGNORE, Sharder
 
 RESIDUAL_SCALE = 0.1
 """Of what fresh layers write to the residual stream: at the start a token is mostly itself."""
-EMBEDDING_SCALE = 2.0
-"""Of fresh token embeddings: what layers write grows to about 1, and a token must stay known by its embedding."""
+MATCHING_SCALE = 4.0
+"""Of fresh query and key projections of full layers. Norms behind them make it nothing to what they compute, but large
+numbers change slowly under Adam: tokens still attend to their like when layers below have put there what they seek."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Attention(nnx.Module):
         self.g_proj = Linear(size, heads, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(heads * self.head_dim, size, scale=RESIDUAL_SCALE, dtype=dtype, rngs=rngs)
         if not layer.sliding:
-            keys = self.k_proj.kernel[...].reshape(size, kv_heads, 1, self.head_dim)
+            keys = (MATCHING_SCALE * self.k_proj.kernel[...]).reshape(size, kv_heads, 1, self.head_dim)
             queries = jnp.broadcast_to(keys, (size, kv_heads, heads // kv_heads, self.head_dim))
-            self.q_proj.kernel = nnx.Param(queries.reshape(size, -1))
+            self.q_proj.kernel, self.k_proj.kernel = (nnx.Param(w.reshape(size, -1)) for w in (queries, keys))
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, zero_centered=True, dtype=dtype)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, zero_centered=True, dtype=dtype)
 
@@ -205,7 +206,8 @@ class Step3p7(nnx.Module):
     """The whole model.
 
     Fresh weights: matrices normal with standard deviation in^-0.5 (`RESIDUAL_SCALE` times that where a layer writes to
-    the residual stream), token embeddings normal with `EMBEDDING_SCALE` (hidden_size^-0.5 if tied), norms neutral.
+    the residual stream, `MATCHING_SCALE` times where a full layer makes queries and keys), token embeddings standard
+    normal (hidden_size^-0.5 if tied), norms neutral.
 
     Args:
         config: sizes and token ids.
@@ -217,7 +219,7 @@ class Step3p7(nnx.Module):
         self.config = config
         text, vision = config.text, config.vision
         shape = (text.vocab_size, text.hidden_size)
-        scale = text.hidden_size**-0.5 if config.tie_word_embeddings else EMBEDDING_SCALE  # a tied one is the head too
+        scale = text.hidden_size**-0.5 if config.tie_word_embeddings else 1  # a tied table is the head as well
         self.embed_tokens = nnx.Param((scale * jax.random.normal(rngs.params(), shape, dtype)).astype(dtype))
         self.visual = Vision(vision, dtype=dtype, rngs=rngs)
         self.projector = Linear(
