@@ -179,7 +179,7 @@ def test_any_checkpoint_is_exported(run, whole, tmp_path):
 def test_r62_killed_and_resumed_is_the_same_curve(folder, whole):
     out = folder / "killed"
     process = start(folder, out)
-    wait_for_step(process, out, 7)
+    wait_for_step(process, out, 12)  # the save of step 5 is complete: that of step 10 waits for it
     process.send_signal(signal.SIGKILL)
     process.communicate()
     process = start(folder, out, "--run.resume", "true")
