@@ -90,8 +90,8 @@ def gpu_mesh(axes: Mapping[str, int], *, gpu: str = "h200", hosts: int = 1) -> M
         )
     except (NotImplementedError, RuntimeError) as error:  # which one depends on the version of JAX
         raise ValueError(
-            "JAX cannot compile for GPUs here: install the extra with pip install 'cpjax[plan]', and set "
-            f"JAX_PLATFORMS=cpu before JAX is imported ({str(error).splitlines()[0]})"
+            "JAX cannot compile for GPUs here: install the extra, in a clone by pip install '.[plan]', and "
+            f"set JAX_PLATFORMS=cpu before JAX is imported ({str(error).splitlines()[0]})"
         ) from None
     shape = tuple(axes.values())
     return Mesh(np.array(topology.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))

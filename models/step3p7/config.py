@@ -259,7 +259,10 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
 
     sparse = text.get("moe_layers_enum")
     if text.get("mlp_layer_types") is None and sparse is not None:
-        numbers = {int(n) for n in (sparse.split(",") if isinstance(sparse, str) else sparse) if str(n).strip()}
+        try:
+            numbers = {int(n) for n in (sparse.split(",") if isinstance(sparse, str) else sparse) if str(n).strip()}
+        except (TypeError, ValueError):
+            raise ValueError(f"text_config.moe_layers_enum is {sparse!r}: it must be numbers of layers") from None
         text["mlp_layer_types"] = [SPARSE if i in numbers else DENSE for i in range(count + ahead)]
     for name in ("layer_types", "mlp_layer_types"):  # the released files go on with the layers of the heads
         kinds = text.get(name)
@@ -282,8 +285,8 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
         if kind in by_type:
             rope = dict(by_type[kind])
         elif kind in kinds:
-            rope = {"rope_theta": _of_layer(text.get("rope_theta"), kinds.index(kind))}
-            rope["partial_rotary_factor"] = _of_layer(text.get("partial_rotary_factors"), kinds.index(kind))
+            rope = {"rope_theta": _of_layer(text, "rope_theta", kinds, kind)}
+            rope["partial_rotary_factor"] = _of_layer(text, "partial_rotary_factors", kinds, kind)
             if kind == FULL:
                 rope |= mapping(text, "rope_scaling")
         else:
@@ -292,8 +295,16 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _of_layer(value: Any, layer: int) -> Any:
-    return value[layer] if isinstance(value, list) else value
+def _of_layer(text: dict[str, Any], name: str, kinds: Sequence[str], kind: str) -> Any:
+    """What the first layer of a kind has, where each has an entry of its own."""
+    value = text.get(name)
+    if not isinstance(value, list):
+        return value
+    if len(value) < len(kinds):
+        raise ValueError(
+            f"text_config.{name} has {len(value)} entries: it needs one for each of the {len(kinds)} layers"
+        )
+    return value[kinds.index(kind)]
 
 
 def _rope(source: Mapping[str, Any]) -> Rope:

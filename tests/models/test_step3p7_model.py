@@ -84,6 +84,12 @@ def test_layers_of_the_released_model_are_few_patterns():
         ("text_config", {"layer_types": ["linear"] * 7}, r"among them \['linear'\]"),
         ("text_config", {"sliding_window": None}, r"sliding_window=None must be an integer >= 1"),
         ("text_config", {"swiglu_limits": [1.0]}, r"swiglu_limits has 1 entries"),
+        (
+            "text_config",
+            {"rope_parameters": None, "rope_theta": [1.0]},
+            r"rope_theta has 1 entries: it needs one for each",
+        ),
+        ("text_config", {"mlp_layer_types": None, "moe_layers_enum": "1,x"}, r"moe_layers_enum is '1,x': it must be"),
         ("text_config", {"moe_top_k": 9}, r"num_experts_per_tok=9 must be at most n_routed_experts=4"),
         ("text_config", {"attention_bias": True}, r"text_config.attention_bias=True is not supported"),
         ("text_config", {"rope_scaling": {"rope_type": "yarn"}}, r"rope_type='yarn' is not supported"),
