@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 AXES = ("dp", "fsdp", "cp", "tp")
@@ -75,7 +76,14 @@ def make_mesh(
             f"({devices[0].platform}): lower one of the four, or start with more devices"
         )
     mesh = jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 4, devices=devices[:needed])
-    # Where rows are made manual inside of cp's shard_map, XLA of jax 0.12 aborts unless cp is the first axis by name.
-    names = sorted(AXES, key=lambda name: name != "cp")
-    order = [AXES.index(name) for name in names]
-    return jax.sharding.Mesh(mesh.devices.transpose(order), names, axis_types=mesh.axis_types)
+    return automatic_mesh(mesh.devices, AXES)
+
+
+def automatic_mesh(devices: np.ndarray, axes: Sequence[str]) -> jax.sharding.Mesh:
+    """A mesh of devices [size of each axis], all axes automatic, and cp the first of them by name.
+
+    Where rows are made manual inside of cp's shard_map, XLA of jax 0.12 aborts unless cp is the first axis.
+    """
+    names = sorted(axes, key=lambda name: name != "cp")
+    order = [list(axes).index(name) for name in names]
+    return jax.sharding.Mesh(devices.transpose(order), names, axis_types=(AxisType.Auto,) * len(names))

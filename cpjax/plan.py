@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.attention import Mask, attention
-from cpjax.mesh import compiler_options
+from cpjax.mesh import automatic_mesh, compiler_options
 from cpjax.shard import layout_from_name, make_sharder
 
 
@@ -93,8 +93,7 @@ def gpu_mesh(axes: Mapping[str, int], *, gpu: str = "h200", hosts: int = 1) -> M
             "JAX cannot compile for GPUs here: install the extra, in a clone by pip install '.[plan]', and "
             f"set JAX_PLATFORMS=cpu before JAX is imported ({str(error).splitlines()[0]})"
         ) from None
-    shape = tuple(axes.values())
-    return Mesh(np.array(topology.devices).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
+    return automatic_mesh(np.array(topology.devices).reshape(tuple(axes.values())), tuple(axes))
 
 
 @dataclasses.dataclass(frozen=True)
