@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from cpjax.mesh import make_mesh
 from cpjax.models.common.layers import Linear, scan_layers, stack_layers
 from cpjax.models.common.sharding import assemble
+from tests.jaxprs import equations
 
 GROUPS, WIDTH = 3, 8
 
@@ -61,11 +62,3 @@ def test_the_backward_pass_gathers_one_layer_and_computes_it_anew(remat, units):
     for eqn in anew:
         gathers = [e for e in equations(eqn.params["jaxpr"]) if e.primitive.name.startswith("all_gather")]
         assert len(gathers) == 1 and gathers[0].outvars[0].aval.shape == (WIDTH, WIDTH)
-
-
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            if inner := getattr(value, "jaxpr", value if hasattr(value, "eqns") else None):
-                yield from equations(inner)

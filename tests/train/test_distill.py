@@ -22,9 +22,9 @@ from cpjax.shard import layout_from_name, make_batch
 from cpjax.train import config as options
 from cpjax.train.distill import load_teacher
 from cpjax.train.step import Teacher, init_state, make_train_step, merge_model, place_batch, split_model
+from tests.jaxprs import equations
 
 from . import small
-from .test_training import equations
 
 RATIO, TEMPERATURE = 0.25, 2.0
 MODEL = small.MODEL

@@ -9,6 +9,7 @@ from cpjax.shard import IGNORE
 from cpjax.train.config import LoraConfig
 from cpjax.train.lora import add_adapters
 from cpjax.train.step import place_batch
+from tests.jaxprs import equations
 
 from . import small
 
@@ -62,16 +63,6 @@ def test_steps_that_are_not_finite_change_nothing():
             wanted = 0.75 * kept[2][name] + 0.25 * np.array(array)
             np.testing.assert_allclose(run.state.average[name], wanted, rtol=1e-6, atol=1e-7)
             np.testing.assert_array_equal(run.state.best[name], run.state.average[name])
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, inner ones included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def traced(compute=None, adapters=False, freeze=small.FREEZE):
