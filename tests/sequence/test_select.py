@@ -61,10 +61,10 @@ def keys_program(layout, causal, length=21):
 
 
 @settings(max_examples=50)
-@given(st.sampled_from(LAYOUTS), any_documents(21), st.booleans(), st.booleans())
-def test_keys_are_the_dense_selection(layout, ids, causal, ties):
-    """In documents; without them: `test_float32_ties_go_to_the_lower_position`."""
+@given(st.sampled_from(LAYOUTS), any_documents(21), st.sampled_from(MASKS), st.booleans())
+def test_keys_are_the_dense_selection(layout, ids, mask, ties):
     inputs = index_inputs(21, ties, dtype=np.float64)
+    causal, ids = mask[0], ids if mask[1] else None
     with jax.enable_x64(True):
         got = in_order(keys_program(layout, causal)(*inputs, ids), layout, 21)
     assert got.dtype == np.int32

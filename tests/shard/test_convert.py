@@ -57,7 +57,7 @@ def order(sharder: Sharder) -> np.ndarray:
 @pytest.mark.parametrize(
     ("source", "target", "cp"),
     [
-        *((a, b, 4) for a, b in itertools.combinations(("contiguous", "striped", "packed", "dispatched"), 2)),
+        *((a, b, 4) for a, b in itertools.permutations(("contiguous", "striped", "packed", "dispatched"), 2)),
         *(("zigzag", other, 4) for other in NAMES),
         *((a, b, cp) for a, b in (("zigzag", "contiguous"), ("contiguous", "zigzag")) for cp in (2, 3, 8)),
         *((a, b, cp) for a, b in (("packed", "contiguous"), ("striped", "packed")) for cp in (2, 3, 8)),
