@@ -44,9 +44,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
-@pytest.fixture
-def uncached():
-    """Programs of this test are not written to the cache: XLA has crashed while it serialised such ones."""
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_MAPS = 20_000
+"""Of the 65,530 that Linux allows a process (vm.max_map_count); the largest tests add some thousands."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Drops compiled programs while the process may still map memory.
+
+    Each program that XLA compiles for CPUs keeps some twenty mappings, and a worker compiles thousands. When no more are
+    allowed, LLVM says "Cannot allocate memory" and XLA then dies by a segmentation fault: in the compiler, or wherever
+    the program is first touched, such as where it is serialised for the cache.
+    """
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()

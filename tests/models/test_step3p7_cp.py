@@ -10,8 +10,6 @@ from cpjax.shard import IGNORE, Dispatched, Identity, SliceKind, dispatch, layou
 
 from .step3p7_cases import CONFIG, dense, documents, host_batch, program, run
 
-pytestmark = pytest.mark.usefixtures("uncached")
-
 
 def test_the_batch_holds_the_hard_cases():
     batch = host_batch(documents())

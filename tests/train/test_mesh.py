@@ -1,5 +1,6 @@
 """Meshes and devices."""
 
+import os
 import subprocess
 import sys
 
@@ -62,3 +63,36 @@ def test_virtual_devices_without_a_flag(flag, devices):
     )
     said, count = result.stdout.splitlines()
     assert said.startswith("4 virtual CPU devices") and int(count) == devices
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "emptied", "unreadable"])
+def test_a_damaged_compilation_cache_takes_no_run_down(tmp_path, damage):
+    """What the cache holds is compiled anew where it cannot be read."""
+    code = (
+        "from cpjax.train.devices import set_up_devices as s; s(2); import jax, jax.numpy as jnp; "
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0); "
+        "print(float(jax.jit(lambda x: jnp.sort(jnp.sin(x @ x)).sum())(jnp.eye(8) / 3)))"
+    )
+    unset = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+
+    def run():
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    fresh, _ = run()
+    entries = list((tmp_path / "cpjax" / "jax").glob("*-cache"))
+    assert entries
+    for entry in entries:
+        held = entry.read_bytes()
+        entry.unlink()
+        if damage == "unreadable":
+            entry.mkdir()
+        else:
+            half = len(held) // 2
+            changed = held[:half] + bytes([held[half] ^ 16]) + held[half + 1 :]
+            entry.write_bytes({"cut": held[:half], "changed": changed, "emptied": b""}[damage])
+    again, warned = run()
+    assert again == fresh and "compilation cache" in warned, warned
