@@ -96,6 +96,12 @@ _VISION_BLOCK = {
 }
 
 
+_BY_LAYER = (
+    "layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta", "partial_rotary_factors",
+)  # fmt: skip
+"""Lists in a text_config with an entry for each layer."""
+
+
 def weights(config: Config) -> list[Weight]:
     """Every parameter of the model with the tensors that hold it; kernels are [in, out] here and [out, in] on disk.
 
@@ -140,14 +146,13 @@ def without_absent(config: Config, names: Iterable[str]) -> Config:
     first = f"model.layers.{config.text.num_hidden_layers}."
     if not config.text.num_nextn_predict_layers or any(name.startswith(first) for name in names):
         return config
-    text = dataclasses.replace(
-        config.text, num_nextn_predict_layers=0, mtp_layer_types=(), mtp_mlp_layer_types=(),
-        **{
-            name: getattr(config.text, name)[: config.text.num_hidden_layers]
-            for name in ("swiglu_limits", "swiglu_limits_shared")
-        },
-    )  # fmt: skip
-    return dataclasses.replace(config, text=text)
+    source, count = config.to_dict(), config.text.num_hidden_layers
+    text = {name: value for name, value in source["text_config"].items() if not name.startswith("mtp_")}
+    text |= {name: 0 for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in text}
+    for name in _BY_LAYER:  # which may go on with the layers of the heads
+        if isinstance(text.get(name), list):
+            text[name] = text[name][:count]
+    return Config.from_dict({**source, "text_config": text})
 
 
 def _rows(config: Config, rename: Callable[[str], str]) -> list[Weight]:

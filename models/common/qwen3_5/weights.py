@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 from cpjax.models.common.checkpoint import Weight
@@ -122,4 +121,5 @@ def without_absent(config: Config, names: Iterable[str]) -> Config:
     """
     if not config.text.mtp_num_hidden_layers or any(name.startswith("mtp.") for name in names):
         return config
-    return dataclasses.replace(config, text=dataclasses.replace(config.text, mtp_num_hidden_layers=0))
+    source = config.to_dict()
+    return config.from_dict({**source, "text_config": {**source["text_config"], "mtp_num_hidden_layers": 0}})
