@@ -51,6 +51,7 @@ class Weight:
             one). The parts follow each other in the table.
         order: our i-th output is number order[i] of the tensor on disk, whose first axis runs over outputs; () is as
             they are.
+        wide: what reads the parameter computes in float32 or wider: it is never made narrower than it is on disk.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Weight:
     disk_shape: tuple[int, ...] | None = None
     part: tuple[int, int] = (0, 1)
     order: tuple[int, ...] = ()
+    wide: bool = False
 
     def shape_on_disk(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of each tensor on disk, for a parameter of the given shape."""
@@ -211,7 +213,7 @@ def load(
         tables: the family's; for each parameter counts the first whose tensors are all there, or else the first.
         path: the folder.
         mesh: places parameters by `parameter_sharding`; None: the default device.
-        dtype: of the parameters; None: each as on disk.
+        dtype: of the parameters, but for those that are `wide`; None: each as on disk.
         dropped: regular expression of tensors that are ignored on purpose; other unknown ones give a warning.
 
     Raises:
@@ -231,8 +233,9 @@ def load(
         values = {}
         for weight in weights:
             shape = shapes[weight.path]
-            found = [_DTYPES[folder.tensor(name).get_dtype()] for name in weight.names]
-            target = dtype or jnp.result_type(*found)
+            target = jnp.result_type(*(_DTYPES[folder.tensor(name).get_dtype()] for name in weight.names))
+            if dtype is not None:
+                target = jnp.promote_types(target, dtype) if weight.wide else dtype
             read = functools.partial(_read, folder, weight, shape, target)
             if mesh is None:
                 values[weight.path] = jnp.asarray(read((slice(None),) * len(shape)))

@@ -55,6 +55,9 @@ _SPARSE_LAYER = {
     "mlp.share_expert.down_proj.kernel": "share_expert.down_proj.weight",
 }
 
+_WIDE = ("mlp.gate.kernel", "mlp.router_bias")
+"""Parameters that may not be rounded, see `Weight`."""
+
 # Below mtp.{head} and model.layers.{layers + head}.
 _AHEAD = {
     "enorm.weight": "enorm.weight",
@@ -167,7 +170,8 @@ def _rows(config: Config, rename: Callable[[str], str]) -> list[Weight]:
 
     def row(path: str, names: Iterable[str], stacked: int = 1) -> Weight:
         transposed = path.endswith("kernel") or ".experts." in path
-        return Weight(path, tuple(map(rename, names)), stacked, transposed, reshaped.get(path))
+        names, shape = tuple(map(rename, names)), reshaped.get(path)
+        return Weight(path, names, stacked, transposed, shape, wide=path.endswith(_WIDE))
 
     rows = [row(path, [name], 0) for path, name in _MODEL.items()]
     if config.projector_bias:
