@@ -376,7 +376,9 @@ def read_adapter_config(folder: pathlib.Path) -> dict[str, Any]:
         )
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
-        raise ValueError(f"the adapter {folder} has r {rank!r} and lora_alpha {alpha!r}: they must be numbers, r above 0")
+        raise ValueError(
+            f"the adapter {folder} has r {rank!r} and lora_alpha {alpha!r}: they must be numbers, r above 0"
+        )
     return config
 
 
@@ -413,8 +415,9 @@ def _settle_head(model: Any, config: dict[str, Any], file: Any, names: set[str],
             f"{model.config.model_type} model: train it with PEFT's ensure_weight_tying"
         ) from None
     table = model.embed_tokens[...]
-    model.lm_head = nnx.eval_shape(lambda: Linear(*table.shape[::-1], dtype=table.dtype, rngs=nnx.Rngs(0)))
-    model.lm_head.kernel = nnx.Param(table.T)
+    head = nnx.eval_shape(lambda: Linear(*table.shape[::-1], dtype=table.dtype, rngs=nnx.Rngs(0)))
+    head.kernel = nnx.Param(table.T)
+    model.lm_head = nnx.data(head)
 
 
 def _check_complete(model: Any, config: dict[str, Any], names: set[str], folder: pathlib.Path) -> None:
@@ -513,8 +516,10 @@ def merge(adapter: pathlib.Path, out: pathlib.Path, base: str | None) -> int:
     """Writes the model `base` with an adapter merged into it."""
     if out.exists():
         raise ValueError(f"{out} exists already: name another folder for the merged model")
-    if base is None:
-        base = str(read_json(adapter / CONFIG).get("base_model_name_or_path"))
+    config = read_adapter_config(adapter)  # before the model, which takes long
+    base = base or config.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"the adapter {adapter} does not say which model it adapts: name its folder with --base")
     model = from_pretrained(base)
     load_adapter(model, adapter)
     merge_adapters(model)
