@@ -69,7 +69,9 @@ def from_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, dt
     Args:
         folder: path of the folder.
         mesh: splits the parameters over its `fsdp` axis; None puts them on the default device.
-        dtype: of the parameters; None keeps each tensor's own.
+        dtype: of the parameters; None keeps each tensor's own. Those that a family computes with in float32 anyway
+            (decay rates, gated norms, biases of routers, statistics: `wide` in its table) are never made narrower than
+            the folder has them.
 
     Raises:
         ValueError: the folder, its configuration or one of its tensors is missing, unsupported or damaged.

@@ -25,7 +25,8 @@ class ModelConfig:
     family: Literal["qwen3_5", "qwen3_5_moe", "gemma4", "step3p7"] = "qwen3_5"
     """Family of a model from scratch: Qwen3.5, that with experts, Gemma 4, or Step 3.7."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the parameters and of what the optimizer keeps of them."""
+    """Number format of the parameters and of what the optimizer keeps of them; decay rates, gated norms, biases of
+    routers and statistics are no narrower than in --model.path."""
     compute_dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
     """Number format of activations and matrix products, same: as dtype; sums and the loss are float32. The usual mixed
     precision is bfloat16 here and float32 parameters; float16 scales the loss so that small gradients survive."""

@@ -34,7 +34,8 @@ COMPANIONS = (
 )  # fmt: skip
 """What lies beside the weights in a folder: tokenizer, chat template, processors."""
 
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+"""Numbers that can be read, by their name in a safetensors file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Weight:
             one). The parts follow each other in the table.
         order: our i-th output is number order[i] of the tensor on disk, whose first axis runs over outputs; () is as
             they are.
+        wide: what reads the parameter computes in float32 or wider: it is never made narrower than it is on disk.
     """
 
     path: str
@@ -60,6 +62,7 @@ class Weight:
     disk_shape: tuple[int, ...] | None = None
     part: tuple[int, int] = (0, 1)
     order: tuple[int, ...] = ()
+    wide: bool = False
 
     def shape_on_disk(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of each tensor on disk, for a parameter of the given shape."""
@@ -84,6 +87,8 @@ class Weight:
         """The parameter of this shape, from all of its tensors."""
         own = tuple(shape[self.stacked :])
         disk = (*own[:-2], own[-1], own[-2]) if self.transpose else own
+        if self.part != (0, 1):
+            tensors = [np.split(tensor, self.part[1], _outputs(tensor.shape))[self.part[0]] for tensor in tensors]
         parts = [(tensor[np.asarray(self.order)] if self.order else tensor).reshape(disk) for tensor in tensors]
         parts = [part.swapaxes(-1, -2) if self.transpose else part for part in parts]
         return np.stack(parts).reshape(shape)
@@ -211,7 +216,7 @@ def load(
         tables: the family's; for each parameter counts the first whose tensors are all there, or else the first.
         path: the folder.
         mesh: places parameters by `parameter_sharding`; None: the default device.
-        dtype: of the parameters; None: each as on disk.
+        dtype: of the parameters, but for those that are `wide`; None: each as on disk.
         dropped: regular expression of tensors that are ignored on purpose; other unknown ones give a warning.
 
     Raises:
@@ -231,8 +236,9 @@ def load(
         values = {}
         for weight in weights:
             shape = shapes[weight.path]
-            found = [_DTYPES[folder.tensor(name).get_dtype()] for name in weight.names]
-            target = dtype or jnp.result_type(*found)
+            target = jnp.result_type(*(DTYPES[folder.tensor(name).get_dtype()] for name in weight.names))
+            if dtype is not None:
+                target = jnp.promote_types(target, dtype) if weight.wide else dtype
             read = functools.partial(_read, folder, weight, shape, target)
             if mesh is None:
                 values[weight.path] = jnp.asarray(read((slice(None),) * len(shape)))
@@ -258,8 +264,8 @@ def _check(folder: Folder, weights: Sequence[Weight], shapes: Mapping[str, tuple
         found = tuple(folder.tensor(name).get_shape())
         if found != shape:
             raise ValueError(f"{name} in {folder.path} has shape {found}, but config.json needs {shape}")
-        if (kind := folder.tensor(name).get_dtype()) not in _DTYPES:
-            raise ValueError(f"{name} in {folder.path} is of type {kind}: only {', '.join(_DTYPES)} can be read")
+        if (kind := folder.tensor(name).get_dtype()) not in DTYPES:
+            raise ValueError(f"{name} in {folder.path} is of type {kind}: only {', '.join(DTYPES)} can be read")
 
 
 def _read(folder: Folder, weight: Weight, shape: Sequence[int], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:

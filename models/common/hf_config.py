@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,15 @@ def read(cls: Any, values: Mapping[str, Any]) -> Any:
 def plain(config: Any) -> dict[str, Any]:
     """A dataclass as JSON would hold it."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def over(source: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own`, and at every depth what `source` holds beside it, as it was read."""
+    kept = copy.deepcopy(dict(source))
+    return kept | {
+        key: over(kept[key], value) if isinstance(value, Mapping) and isinstance(kept.get(key), Mapping) else value
+        for key, value in own.items()
+    }
 
 
 def positive(config: Any, where: str, zero: tuple[str, ...] = ()) -> None:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cpjax.models.common.hf_config import mapping, plain, positive, read
+from cpjax.models.common.hf_config import mapping, over, plain, positive, read
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MOE = ("num_experts", "top_k_experts", "moe_intermediate_size")
@@ -278,7 +278,7 @@ class Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of config.json: what was read, verbatim, as long as no field was changed since."""
+        """The content of config.json: what was read, verbatim but for fields that were changed since."""
         if self.source and Config.from_dict(self.source) == self:
             return copy.deepcopy(dict(self.source))
         text, vision = plain(self.text), plain(self.vision)
@@ -291,25 +291,21 @@ class Config:
             },
         }
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
-        old = {name: dict(self.source.get(name) or {}) for name in ("text_config", "vision_config", "audio_config")}
-        old["text_config"].pop("per_layer_config", None)
-        return {
-            **copy.deepcopy(dict(self.source)),
+        source = copy.deepcopy(dict(self.source))
+        (source.get("text_config") or {}).pop("per_layer_config", None)
+        return over(source, {
             "architectures": ["Gemma4ForConditionalGeneration"],
             "model_type": self.model_type,
             "tie_word_embeddings": True,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[3:-1]},
             "text_config": {
-                **old["text_config"], "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh",
-                "tie_word_embeddings": True, **text,
+                "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+                **text,
             },
-            "vision_config": {
-                **old["vision_config"], "model_type": "gemma4_vision", "hidden_activation": "gelu_pytorch_tanh",
-                **vision,
-            },
+            "vision_config": {"model_type": "gemma4_vision", "hidden_activation": "gelu_pytorch_tanh", **vision},
             "audio_config": self.audio
-            and {**old["audio_config"], "model_type": "gemma4_audio", "hidden_act": "silu", **plain(self.audio)},
-        }  # fmt: skip
+            and {"model_type": "gemma4_audio", "hidden_act": "silu", **plain(self.audio)},
+        })  # fmt: skip
 
 
 def _stack(first: int, types: tuple[str, ...]) -> Stack:

@@ -56,6 +56,8 @@ _AUDIO_LINEARS = (
     "feed_forward2.ffw_layer_2",
 )  # fmt: skip
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+_WIDE = ("std_bias", "std_scale", "self_attn.per_dim_scale", "router.per_expert_scale", *_BOUNDS)
+"""Parameters that may not be rounded, see `Weight`: statistics, and scales of what is float32."""
 
 
 def weights(config: Config) -> list[Weight]:
@@ -69,7 +71,10 @@ def weights(config: Config) -> list[Weight]:
     if config.audio:
         names |= _AUDIO_MODEL
     shapes = {"visual.pos_embed": (2, vision.position_embedding_size, vision.hidden_size)}
-    table = [Weight(path, (name,), 0, path.endswith("kernel"), shapes.get(path)) for path, name in names.items()]
+    table = [
+        Weight(path, (name,), 0, path.endswith("kernel"), shapes.get(path), wide=path.endswith(_WIDE))
+        for path, name in names.items()
+    ]
     for prefix, stack in zip(("layers", "shared_layers"), text.stacks, strict=False):
         period = len(stack.pattern)
         for slot, kind in enumerate(stack.pattern):
@@ -94,6 +99,7 @@ def _stacked(prefix: str, disk: str, layers: range, names: dict[str, str]) -> li
             tuple(f"{disk}{layer}.{name}" for layer in layers),
             stacked=1,
             transpose=path.endswith("kernel"),
+            wide=path.endswith(_WIDE),
         )
         for path, name in names.items()
     ]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpjax.models.common.hf_config import mapping, plain, positive, read
+from cpjax.models.common.hf_config import mapping, over, plain, positive, read
 from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Rope, Stack, stack
 
 _DENSE_AT_FIRST = 3  # layers, where config.json does not say which are dense
@@ -211,7 +211,7 @@ class Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of config.json: what was read, verbatim, as long as no field was changed since."""
+        """The content of config.json: what was read, verbatim but for fields that were changed since."""
         if self.source and Config.from_dict(self.source) == self:
             return copy.deepcopy(dict(self.source))
         text, vision = plain(self.text), plain(self.vision)
@@ -221,21 +221,25 @@ class Config:
             str(i): {"num_attention_heads": heads} for i, kind in enumerate(self.text.types) if kind == SLIDING
         }
         for name in ("swiglu_limits", "swiglu_limits_shared"):
-            if not any(text[name][count:]):
-                text[name] = text[name][:count]
+            limits = [limit or 0.0 for limit in text[name]]  # as released
+            text[name] = limits if any(limits[count:]) else limits[:count]
         text["rope_parameters"] = {
             FULL: _rope_parameters(self.text.rope), SLIDING: _rope_parameters(self.text.sliding_rope)
         }  # fmt: skip
         del text["rope"], text["sliding_rope"]
         vision["mlp_ratio"] = self.vision.intermediate_size / self.vision.hidden_size
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
-        return {
+        source = copy.deepcopy(dict(self.source))
+        for name in _OTHER_NAMES:
+            for part in ("text_config", "vision_config"):
+                (source.get(part) or {}).pop(name, None)
+        return over(source, {
             "architectures": ["Step3p7ForConditionalGeneration"],
             "model_type": self.model_type,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},
             "text_config": {"model_type": "step3p5", "tie_word_embeddings": self.tie_word_embeddings, **text},
             "vision_config": {"model_type": "step3p5_vision", "hidden_act": "quick_gelu", **vision},
-        }
+        })  # fmt: skip
 
 
 def _text(text: dict[str, Any]) -> dict[str, Any]:
@@ -349,5 +353,12 @@ def _vision(vision: dict[str, Any]) -> dict[str, Any]:
     vision["rope_theta"] = mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
     return vision
 
+
+_OTHER_NAMES = (
+    "num_attention_groups", "moe_num_experts", "num_local_experts", "moe_top_k", "share_expert_dims", "num_mtp_layers",
+    "moe_layers_enum", "attention_other_setting", "per_layer_config", "rope_theta", "partial_rotary_factors",
+    "rope_scaling", "width", "layers", "heads", "ls_init_value",
+)  # fmt: skip
+"""What else config.json may call fields that are written under the names above."""
 
 _MAY_BE_ZERO = ("pad_token_id", "num_nextn_predict_layers")

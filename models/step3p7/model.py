@@ -141,7 +141,8 @@ class SparseMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, padding_mask: jax.Array) -> jax.Array:
         """x [B, L, E] -> [B, L, E]."""
-        scores = jax.nn.sigmoid(self.gate(x).astype(jnp.promote_types(x.dtype, jnp.float32)))
+        chosen_by = x.astype(jnp.promote_types(x.dtype, self.gate.kernel[...].dtype))  # as transformers does
+        scores = jax.nn.sigmoid(self.gate(chosen_by).astype(jnp.promote_types(x.dtype, jnp.float32)))
         routing = route(scores, self.chosen, bias=self.router_bias[...].astype(scores.dtype))
         return self.experts(x, routing, padding_mask) * self.factor + self.share_expert(x)
 

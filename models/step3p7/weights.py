@@ -55,6 +55,9 @@ _SPARSE_LAYER = {
     "mlp.share_expert.down_proj.kernel": "share_expert.down_proj.weight",
 }
 
+_WIDE = ("mlp.gate.kernel", "mlp.router_bias")
+"""Parameters that may not be rounded, see `Weight`."""
+
 # Below mtp.{head} and model.layers.{layers + head}.
 _AHEAD = {
     "enorm.weight": "enorm.weight",
@@ -94,6 +97,12 @@ _VISION_BLOCK = {
     "c_proj.bias": "mlp.c_proj.bias",
     "ls_2": "ls_2.gamma",
 }
+
+
+_BY_LAYER = (
+    "layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta", "partial_rotary_factors",
+)  # fmt: skip
+"""Lists in a text_config with an entry for each layer."""
 
 
 def weights(config: Config) -> list[Weight]:
@@ -140,14 +149,13 @@ def without_absent(config: Config, names: Iterable[str]) -> Config:
     first = f"model.layers.{config.text.num_hidden_layers}."
     if not config.text.num_nextn_predict_layers or any(name.startswith(first) for name in names):
         return config
-    text = dataclasses.replace(
-        config.text, num_nextn_predict_layers=0, mtp_layer_types=(), mtp_mlp_layer_types=(),
-        **{
-            name: getattr(config.text, name)[: config.text.num_hidden_layers]
-            for name in ("swiglu_limits", "swiglu_limits_shared")
-        },
-    )  # fmt: skip
-    return dataclasses.replace(config, text=text)
+    source, count = config.to_dict(), config.text.num_hidden_layers
+    text = {name: value for name, value in source["text_config"].items() if not name.startswith("mtp_")}
+    text |= {name: 0 for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in text}
+    for name in _BY_LAYER:  # which may go on with the layers of the heads
+        if isinstance(text.get(name), list):
+            text[name] = text[name][:count]
+    return Config.from_dict({**source, "text_config": text})
 
 
 def _rows(config: Config, rename: Callable[[str], str]) -> list[Weight]:
@@ -162,7 +170,8 @@ def _rows(config: Config, rename: Callable[[str], str]) -> list[Weight]:
 
     def row(path: str, names: Iterable[str], stacked: int = 1) -> Weight:
         transposed = path.endswith("kernel") or ".experts." in path
-        return Weight(path, tuple(map(rename, names)), stacked, transposed, reshaped.get(path))
+        names, shape = tuple(map(rename, names)), reshaped.get(path)
+        return Weight(path, names, stacked, transposed, shape, wide=path.endswith(_WIDE))
 
     rows = [row(path, [name], 0) for path, name in _MODEL.items()]
     if config.projector_bias:

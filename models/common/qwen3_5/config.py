@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from cpjax.models.common.hf_config import mapping, plain, positive, read
+from cpjax.models.common.hf_config import mapping, over, plain, positive, read
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -205,7 +205,7 @@ class Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of config.json: what was read, verbatim, as long as no field was changed since."""
+        """The content of config.json: what was read, verbatim but for fields that were changed since."""
         if self.source and self.from_dict(self.source) == self:
             return copy.deepcopy(dict(self.source))
         text, vision = plain(self.text), plain(self.vision)
@@ -216,17 +216,12 @@ class Config:
         }
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
         tied = self.tie_word_embeddings
-        return {
-            **copy.deepcopy(dict(self.source)),
+        return over(self.source, {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},
             "text_config": {
-                **(self.source.get("text_config") or {}),
                 "model_type": f"{self.model_type}_text", "hidden_act": "silu", "tie_word_embeddings": tied, **text,
             },
-            "vision_config": {
-                **(self.source.get("vision_config") or {}),
-                "model_type": f"{self.model_type}_vision", **vision,
-            },
-        }  # fmt: skip
+            "vision_config": {"model_type": f"{self.model_type}_vision", **vision},
+        })  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 from cpjax.models.common.checkpoint import Weight
@@ -49,6 +48,9 @@ _FULL_LAYER = {
     "mixer.k_norm.weight": "self_attn.k_norm.weight",
 }
 
+_WIDE = ("mixer.A_log", "mixer.dt_bias", "mixer.norm.weight")
+"""Parameters that may not be rounded, see `Weight`."""
+
 # Below mtp, on both sides.
 _AHEAD = {
     "pre_fc_norm_embedding.weight": "pre_fc_norm_embedding.weight",
@@ -92,7 +94,9 @@ def table(config: Config, mlp: Mapping[str, str]) -> list[Weight]:
     }
 
     def row(prefix: str, path: str, names: tuple[str, ...], stacked: int) -> Weight:
-        return Weight(prefix + path, names, stacked, path.endswith("kernel"), reshaped.get(path))
+        return Weight(
+            prefix + path, names, stacked, path.endswith("kernel"), reshaped.get(path), wide=path in _WIDE
+        )  # fmt: skip
 
     rows = [
         row("", path, (name,), 0) for path, name in {**_MODEL, **({} if config.tie_word_embeddings else _HEAD)}.items()
@@ -122,4 +126,5 @@ def without_absent(config: Config, names: Iterable[str]) -> Config:
     """
     if not config.text.mtp_num_hidden_layers or any(name.startswith("mtp.") for name in names):
         return config
-    return dataclasses.replace(config, text=dataclasses.replace(config.text, mtp_num_hidden_layers=0))
+    source = config.to_dict()
+    return config.from_dict({**source, "text_config": {**source["text_config"], "mtp_num_hidden_layers": 0}})

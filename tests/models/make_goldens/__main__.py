@@ -13,7 +13,7 @@ import pathlib
 
 import torch
 
-from tests.models.make_goldens import gemma4, processing, qwen3_5, step3p7
+from tests.models.make_goldens import gemma4, peft_fields, processing, qwen3_5, step3p7
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 
@@ -24,6 +24,6 @@ root.mkdir(parents=True, exist_ok=True)
 torch.set_num_threads(2)  # the order of sums, and so their last bits, is that of the threads
 for make in (
     gemma4.gemma4, processing.gemma4_processing, qwen3_5.qwen3_5, qwen3_5.adapters, processing.qwen3_5_processing,
-    qwen3_5.qwen3_5_moe, step3p7.step3p7, processing.step3p7_processing,
+    qwen3_5.qwen3_5_moe, step3p7.step3p7, processing.step3p7_processing, peft_fields.peft_fields,
 ):  # fmt: skip
     make(root)
