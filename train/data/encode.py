@@ -136,11 +136,11 @@ class Encoder:
             frames = part.frames if isinstance(part, VideoPart) else (part,)
             height, width = image_size(frames[0], record.source)
             plan = self.processor.plan_video if isinstance(part, VideoPart) else self.processor.plan_image
-            if other := part.limits.keys() - inspect.signature(plan).parameters.keys():
+            if unknown := part.limits.keys() - inspect.signature(plan).parameters.keys():
                 raise RecordError(
                     "unfit image",
-                    f"{record.source} has {min(other)} in an image or a video, which the processor of this model does not "
-                    "know: leave it out, and resize or choose frames yourself",
+                    f"{record.source} has {min(unknown)} in an image or a video, for which the processor of this model "
+                    "has no use: leave it out, and resize or choose frames yourself",
                 )
             rate = (part.fps,) if isinstance(part, VideoPart) else ()
             try:
@@ -207,7 +207,7 @@ class Encoder:
         return ids, trained, repeats
 
     def _encode(self, text: str, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and (start, end) of the tokens of a text; a token that would lie on both sides of a cut is split there."""
+        """Ids and (start, end) of a text's tokens; where one would lie on both sides of a cut, the text is split."""
 
         def encode(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
             encoding = self.tokenizer.encode(text[begin:end], add_special_tokens=False)

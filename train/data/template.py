@@ -241,27 +241,31 @@ class _Answers:
         self.signs = (next(unused), next(unused), next(unused))
         self.closings: dict[str, int] = {}
         self.found = self._locate({place: None for number in self.learned for place in self._places(number)})
+        self.prompts = self._prompts()
         self._locate_remains()
 
     def spans(self, say: Say) -> list[tuple[int, int]]:
         """See `ChatTemplate.spans`."""
-        out, prompts = [], self._prompts()
+        out = []
         for number in self.learned:
-            message, anchor, prompt = self.record.messages[number], self._anchor(number), prompts[number]
+            message, anchor, prompt = self.record.messages[number], self._anchor(number), self.prompts[number]
             start, end = self._answer(number)
-            first = min(start, self.found.get((number, True), (None, None))[0] or start)
-            begin = self._begin(number, prompt, first, end)
+            begin = self._begin(number, min(start, self._found(number, thoughts=True)[0] or start), end)
             out.append((begin, self._stop(number, end)))
             shown = squeeze(self.text[begin if anchor is None else anchor : end])
             if squeeze(message.text) not in shown:
-                say("the chat template shows only a part of an answer, and what it drops is not learned")
+                say("the chat template drops a part of an answer, which is not learned")
             if message.reasoning is not None and squeeze(message.reasoning) not in shown:
-                say("the chat template does not show an answer's reasoning, which so is not learned")
-            last = number == len(self.record.messages) - 1
-            if last and prompt is not None and not self.text.startswith(prompt, anchor or 0):
+                say("the chat template drops the reasoning of an answer, which is not learned")
+            is_last = number == len(self.record.messages) - 1
+            if is_last and prompt is not None and self._asked(number) is None:
                 words = repr(prompt[self._closing(number, prompt) :])
-                say(f"the chat template asks for an answer with {words}, but shows this one after other words")
+                say(f"the chat template asks for an answer with {words}, but does not show it before the last answer")
         return out
+
+    def _found(self, number: int, *, thoughts: bool = False) -> tuple[int | None, int | None]:
+        """(start, end) of a turn's text or thoughts, None where that was not found."""
+        return self.found.get((number, thoughts), (None, None))
 
     def _places(self, number: int) -> list[_Place]:
         """What must be found for an answer: the end of the turn before it, its text, and its thoughts."""
@@ -270,7 +274,12 @@ class _Answers:
 
     def _anchor(self, number: int) -> int | None:
         """Where the text of the turn before ends."""
-        return self.found.get((number - 1, False), (None, None))[1] if number else 0
+        return self._found(number - 1)[1] if number else 0
+
+    def _asked(self, number: int) -> int | None:
+        """Where the prompt of an answer ends in the text; None if the text does not have that prompt before it."""
+        prompt, anchor = self.prompts[number], self._anchor(number) or 0
+        return anchor + len(prompt) if prompt is not None and self.text.startswith(prompt, anchor) else None
 
     def _locate(self, cuts: Mapping[_Place, int | None]) -> dict[_Place, tuple[int | None, int | None]]:
         """(start, end) of texts: of all by one rendering, or where marks change what is shown, of halves of them.
@@ -291,19 +300,28 @@ class _Answers:
 
     def _locate_remains(self) -> None:
         """The starts of answers of which the template shows the end alone, what comes after their thoughts."""
-        starts, cuts = {}, {}
+        starts: dict[_Place, int] = {}
+        cuts: dict[_Place, int | None] = {}
         for number in self.learned:
-            place, content = (number, False), self.record.messages[number].text
-            start, end = self.found.get(place, (None, None))
-            if start is None and end is not None and len(self.record.messages[number].parts) == 1:
-                starts[place], cuts[place] = _common_end(self.text, end, content)
+            message, asked, (start, end) = self.record.messages[number], self._asked(number), self._found(number)
+            if start is not None or end is None or len(message.parts) != 1:
+                continue
+            if asked is not None and self._ends_with(number, asked, end):
+                self.found[number, False] = (asked, end)
+            else:
+                starts[number, False], cuts[number, False] = _common_end(self.text, end, message.text)
         for place, pair in (self._locate(cuts) if cuts else {}).items():
             if pair == (starts[place], self.found[place][1]):
                 self.found[place] = pair
 
+    def _ends_with(self, number: int, start: int, end: int) -> bool:
+        """Whether an answer ends with that text, blanks aside; an answer that is not empty, with some."""
+        said, wanted = squeeze(self.text[start:end]), squeeze(self.record.messages[number].text)
+        return wanted.endswith(said) and bool(said or not wanted)
+
     def _answer(self, number: int) -> tuple[int, int]:
-        """(start, end) of an answer's text."""
-        start, end = self.found.get((number, False), (None, None))
+        """(start, end) of an answer's text; of one with its thoughts, a template may show the end alone."""
+        start, end = self._found(number)
         if start is None or end is None:
             turns = [*self.record.messages]
             probe = (TextPart(f"{self.signs[0]}answer{self.signs[1]}"),)
@@ -313,9 +331,7 @@ class _Answers:
             except jinja2.TemplateError:
                 raise self._unclear(number) from None
             start, end = _difference(self.text, other)
-        # Of an answer with its thoughts, a template may show the end alone, and put blanks otherwise.
-        said, wanted = squeeze(self.text[start:end]), squeeze(self.record.messages[number].text)
-        if not wanted.endswith(said) or not (said or not wanted):
+        if not self._ends_with(number, start, end):
             raise self._unclear(number)
         return start, end
 
@@ -369,14 +385,12 @@ class _Answers:
         end = found.get((number - 1, False), (None, None))[1]
         return prompt[end:] if shown == prompt and end is not None else None
 
-    def _begin(self, number: int, prompt: str | None, first: int, end: int) -> int:
+    def _begin(self, number: int, first: int, end: int) -> int:
         """Where an answer begins of which `first` to `end` are thoughts and text."""
-        anchor = self._anchor(number)
-        if prompt is None:
-            return first
-        if self.text.startswith(prompt, anchor or 0):
-            return min((anchor or 0) + len(prompt), end)
-        if anchor is None:
+        prompt, anchor, asked = self.prompts[number], self._anchor(number), self._asked(number)
+        if asked is not None:
+            return min(asked, end)
+        if prompt is None or anchor is None:
             return first
         shared, _ = _difference(prompt, self.text[anchor : anchor + len(prompt)])
         return min(anchor + shared, first) if shared >= self._closing(number, prompt) else first
