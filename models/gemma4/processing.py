@@ -117,7 +117,7 @@ class Processor:
         shown = last - first + 1
         wanted = min(self.num_frames, shown) if nframes is None else int(nframes)
         if not 1 <= wanted <= shown:
-            raise ValueError(f"a video was given of which {wanted} frames are to be seen: it must be 1 to {shown}")
+            raise ValueError(f"{wanted} frames of a video are to be seen: it must be 1 to {shown}")
         frames = tuple(first + number * shown // wanted for number in range(wanted))
         size = self._size(height, width, self.video)
         return MediaPlan("video", size, (wanted, *self._patches(size)), frames, tuple(n / fps for n in frames))

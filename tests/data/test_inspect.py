@@ -31,7 +31,7 @@ def test_a_record_is_shown(folder):
     lines = [line.split("│")[1:-1] for line in text.splitlines() if "│" in line]
     rows = [[cell.strip() for cell in line] for line in lines]
     assert [row[1:4] for row in rows[:2]] == [["image", "(1, 6, 8)", "12"], ["video", "(3, 6, 8)", "36"]]
-    assert [row[3] for row in rows[2:]] == ["a cat<|im_end|>", "two birds<|im_end|>"]
+    assert [row[3] for row in rows[2:]] == ["a cat<|im_end|>", "", "</think>", "", "two birds<|im_end|>"]
     assert "positions: time 0 to " in text
 
 

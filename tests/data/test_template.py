@@ -44,6 +44,14 @@ def record_of(value, tmp_path=None):
     return parse_record(value, "a.jsonl:1", tmp_path)
 
 
+def shown(name, answers):
+    """What is learned of answers; the last one of a template that asks with open thoughts closes them."""
+    if name == "llama":
+        return [text.strip() + STOP[name] for text in answers]
+    closed = ["" for _ in answers[1:]] + ["\n</think>\n\n"]
+    return [before + text.lstrip("\n") + STOP[name] for before, text in zip(closed, answers, strict=True)]
+
+
 def learned(encoder, row):
     """The text of each run of labels."""
     labels = np.asarray(row.labels)
@@ -83,8 +91,7 @@ def test_labels_equal_transformers_mask_of_a_template_that_marks_answers(encoder
 def test_exactly_the_answers_and_their_stop_tokens_are_learned(encoders, name, case):
     row = encoders[name].row(record_of(CHATS[case]))
     answers = [turn["content"] for turn in CHATS[case]["messages"] if turn["role"] == "assistant"]
-    shown = [text.strip() if name == "llama" else text.lstrip("\n") for text in answers]
-    assert learned(encoders[name], row) == [text + STOP[name] for text in shown]
+    assert learned(encoders[name], row) == shown(name, answers)
     ids, labels = np.asarray(row.input_ids), np.asarray(row.labels)
     np.testing.assert_array_equal(labels[labels != IGNORE], ids[labels != IGNORE])  # not shifted yet
 
@@ -97,8 +104,7 @@ ANSWERS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_any_answer_is_learned_as_a_whole(encoders, name, answers):
     turns = [turn for answer in answers for turn in ("what?", answer)]
-    shown = [text.strip() if name == "llama" else text.lstrip("\n") for text in answers]
-    assert learned(encoders[name], encoders[name].row(record_of(chat(*turns)))) == [text + STOP[name] for text in shown]
+    assert learned(encoders[name], encoders[name].row(record_of(chat(*turns)))) == shown(name, answers)
 
 
 def test_labels_are_shifted_once_by_prepare(encoders):

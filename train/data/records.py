@@ -406,8 +406,9 @@ class _Reader:
         """What an image or a video says of how it is to be shown."""
         limits = {name: value[name] for name in names if value.get(name) is not None}
         for name, given in limits.items():
-            if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given < math.inf:
-                raise self.error("bad format", f"has {name} {short(given)}: it must be a number, 0 or more")
+            least = 0 if name == "video_start" else 1e-6
+            if not isinstance(given, int | float) or isinstance(given, bool) or not least <= given < math.inf:
+                raise self.error("bad format", f"has {name} {short(given)}: it must be a number above 0")
         return limits
 
 

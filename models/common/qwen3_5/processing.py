@@ -178,10 +178,8 @@ class Processor:
         wanted = min(max(int(shown / fps * rule.fps), fewest), most, shown)
         if nframes is not None:
             wanted = round(nframes / depth) * depth
-        if not depth <= wanted <= shown:
-            raise ValueError(
-                f"a video was given of which {wanted} frames are to be seen: it must be {depth} to {shown}"
-            )
+        if not 1 <= wanted <= shown:
+            raise ValueError(f"{wanted} frames of a video are to be seen: it must be {depth} to {shown}")
         frames = np.linspace(first, last, wanted).round().astype(int).tolist()
         size = self._given_size(resized_height, resized_width)
         if size is None:
