@@ -299,14 +299,21 @@ class _Answers:
         return {place: pair for half in halves for place, pair in self._locate(dict(half)).items()}
 
     def _locate_remains(self) -> None:
-        """The starts of answers of which the template shows the end alone, what comes after their thoughts."""
+        """The starts of answers of which the template shows the end alone, what comes after their thoughts.
+
+        And where no prompt says where an answer begins, those of answers with blanks before them.
+        """
         starts: dict[_Place, int] = {}
         cuts: dict[_Place, int | None] = {}
         for number in self.learned:
             message, asked, (start, end) = self.record.messages[number], self._asked(number), self._found(number)
-            if start is not None or end is None or len(message.parts) != 1:
+            if end is None or len(message.parts) != 1:
                 continue
-            if asked is not None and self._ends_with(number, asked, end):
+            if start is not None:
+                blanks = len(message.text) - len(message.text.lstrip())
+                if blanks and self.prompts[number] is None and self.text.endswith(message.text[:blanks], 0, start):
+                    starts[number, False], cuts[number, False] = start - blanks, 0
+            elif asked is not None and self._ends_with(number, asked, end):
                 self.found[number, False] = (asked, end)
             else:
                 starts[number, False], cuts[number, False] = _common_end(self.text, end, message.text)
