@@ -211,7 +211,8 @@ class _Reader:
     def _names(self, value: Mapping[str, Any], used: Collection[str], refused: Mapping[str, str], where: str) -> None:
         """Refuses names that cannot be obeyed, and notes others that are not used; `where` says whose they are."""
         for name, given in value.items():
-            if name in refused and given is not None and (name in FLAGS or given not in ("", False, [], {})):
+            says = given not in (None, "", [], {}) and (given is not False or name in FLAGS)
+            if says and name in refused:
                 raise self.error("bad format", f"has {short(name)}{where}, which is not supported: {refused[name]}")
             if name not in used and name not in refused and given is not None:
                 self.unused.add(f"{short(name)}{where}")
@@ -273,7 +274,7 @@ class _Reader:
         return [self._message(turn) for turn in self._list(value, name)]
 
     def _message(self, turn: Mapping[str, Any]) -> Message:
-        names = ("from", "value") if turn.get("role") is None and turn.get("from") is not None else ("role", "content")
+        names = ("from", "value") if turn.get("from") and not turn.get("role") else ("role", "content")
         role_name, content_name = names
         self._names(turn, (*names, "name", *LEARNED, *REASONING), TURN, " in a turn")
         role, content = turn.get(role_name), turn.get(content_name)
@@ -283,9 +284,11 @@ class _Reader:
         if not isinstance(name, str | None):
             raise self.error("bad format", f"has name of type {type(name).__name__} in a turn: it must be text")
         answers = role == "assistant"
-        learned = self._is_learned(turn, f"the turn of a {role}", default=answers)
+        learned = self._is_learned(turn, f"a turn of the {role}", default=answers)
         if learned and not answers:
-            raise self.error("bad format", f"wants the turn of a {role} to be learned: only assistant turns can be")
+            raise self.error(
+                "bad format", f"wants a turn of the {role} to be learned: only those of the assistant can be"
+            )
         if isinstance(content, str):
             parts = tuple(self._marked(content))
         elif isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
