@@ -35,6 +35,18 @@ def test_a_record_is_shown(folder):
     assert "positions: time 0 to " in text
 
 
+def test_what_is_not_used_or_not_learned_is_said(folder):
+    out = io.StringIO()
+    write_jsonl(folder / "b.jsonl", [chat("hi", "<think>hm</think>yes", "and?", "no", id=3)])
+    inspect(folder / "b.jsonl", folder / "model", 1, Console(file=out, width=200, soft_wrap=True))
+    notes = [line for line in out.getvalue().splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: id is not used",
+        "note: the chat template drops a part of an answer, which is not learned",
+    ]
+    (folder / "b.jsonl").unlink()
+
+
 def test_learned_tokens_have_a_colour_of_their_own(folder):
     out = io.StringIO()
     inspect(folder / "a.jsonl", folder / "model", 2, Console(file=out, force_terminal=True, color_system="standard"))

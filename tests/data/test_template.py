@@ -11,10 +11,10 @@ from cpjax.shard import IGNORE
 from cpjax.train.data import Encoder, RecordError
 from cpjax.train.data.records import parse_record
 from cpjax.train.data.template import ChatTemplate
-from tests.data.common import LLAMA_LIKE, QWEN_LIKE, SPECIAL, chat, make_folder
+from tests.data.common import LLAMA_LIKE, QWEN_LIKE, SPECIAL, THINKING, chat, make_folder
 
-TEMPLATES = {"qwen": QWEN_LIKE, "llama": LLAMA_LIKE}
-STOP = {"qwen": "<|im_end|>", "llama": "<|eot|>"}
+TEMPLATES = {"qwen": QWEN_LIKE, "llama": LLAMA_LIKE, "thinking": THINKING}
+STOP = {"qwen": "<|im_end|>", "llama": "<|eot|>", "thinking": "<|im_end|>"}
 CHATS = {
     "one turn": chat("what is in this picture?", "a cat"),
     "three turns": chat("what?", "a cat", "how many?", " two birds\n", "why?", "so"),
@@ -46,10 +46,9 @@ def record_of(value, tmp_path=None):
 
 def shown(name, answers):
     """What is learned of answers; the last one of a template that asks with open thoughts closes them."""
-    if name == "llama":
-        return [text.strip() + STOP[name] for text in answers]
-    closed = ["" for _ in answers[1:]] + ["\n</think>\n\n"]
-    return [before + text.lstrip("\n") + STOP[name] for before, text in zip(closed, answers, strict=True)]
+    opened = ["" for _ in answers[1:]] + ["" if name == "llama" else "\n</think>\n\n"]
+    texts = [text.lstrip("\n") if name == "qwen" else text.strip() for text in answers]
+    return [before + text + STOP[name] for before, text in zip(opened, texts, strict=True)]
 
 
 def learned(encoder, row):
@@ -75,6 +74,20 @@ def test_tokens_equal_transformers(encoders, theirs, name, case):
     wanted = theirs[name].apply_chat_template(CHATS[case]["messages"], return_dict=True)
     assert np.asarray(row.input_ids).tolist() == wanted["input_ids"]
     assert encoders[name].size(record_of(CHATS[case])) == (len(wanted["input_ids"]), 0)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_what_a_record_hands_to_the_template_equals_transformers(encoders, theirs, kwargs):
+    turns = chat("what?", "a cat", "and?", "two")["messages"]
+    turns[0]["name"], turns[1]["reasoning_content"], turns[3]["reasoning_content"] = "Ann", "so", "hm"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    record = record_of({"messages": turns, "tools": tools, "chat_template_kwargs": kwargs})
+    wanted = theirs["thinking"].apply_chat_template(turns, tools=tools, return_dict=True, **kwargs)
+    assert np.asarray(encoders["thinking"].row(record).input_ids).tolist() == wanted["input_ids"]
+    asked = theirs["thinking"].apply_chat_template(
+        turns[:3], tools=tools, return_dict=True, add_generation_prompt=True, **kwargs
+    )
+    assert encoders["thinking"].prompt(record).input_ids.tolist() == asked["input_ids"]
 
 
 @pytest.mark.parametrize("case", CHATS)

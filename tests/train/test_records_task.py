@@ -171,6 +171,13 @@ def test_the_last_answer_is_asked(folder, tmp_path):
     assert "2 of them are asked" in task.describe()[2]
 
 
+def test_names_that_are_not_used_are_told_before_the_run(folder, tmp_path):
+    records = [chat("hi", "yes"), chat("hi", "yes", id=1), chat("what?", "no", id=2)]
+    file = write_jsonl(tmp_path / "a.jsonl", records)
+    said = make_task(options(folder, files=[str(file)], held_out=[str(file)])).describe()
+    assert said.count(f"note: id is not used: 2 records, first {file}:2") == 2  # of the records, and of those held out
+
+
 def test_broken_records_are_named_and_counted(folder, tmp_path):
     file = write_jsonl(tmp_path / "bad.jsonl", [chat("hi", "yes"), chat("hi"), chat("hi", "word " * 300)])
     with pytest.raises(ValueError, match=r"bad\.jsonl:2 has no assistant turn"):
