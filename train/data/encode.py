@@ -164,7 +164,7 @@ class Encoder:
         """
         for token in self.processor.placeholder_ids:
             placeholder = str(self.tokenizer.id_to_token(token))
-            if any(placeholder in message.text for message in record.messages):
+            if any(placeholder in f"{message.text}{message.reasoning}" for message in record.messages):
                 raise RecordError(
                     "placeholder in text", f"{record.source} has {placeholder} in its text: it may stand for media only"
                 )

@@ -7,7 +7,10 @@ Names that are in no table here change nothing; they are reported with a count (
 from __future__ import annotations
 
 LEARNED = ("weight", "train", "trainable", "training", "loss", "loss_mask", "loss_scale", "loss_weight")
-"""Names of a turn that say whether it is learned: 1 or true, 0 or false."""
+"""Names of a turn, or of a record, that say whether it is learned: 1 or true, 0 or false."""
+
+GOOD = ("label", "kto_tag")
+"""Names of a record by which true and false tell good answers from bad ones; other values are for others."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of an assistant's thoughts; a template reads one of them, and gets the thoughts by all."""
@@ -29,12 +32,13 @@ _PART = "give it as a part in the turn's content"
 _TURN = "give it in the assistant's turn"
 _KWARGS = "put it into chat_template_kwargs"
 _MASK = "give each turn that is not to be learned weight 0"
-_TOKENS = "give the text, which is made into tokens here"
+_WHOLE = "a turn is learned as a whole or not at all"
 _THOUGHTS = "give the thoughts as reasoning_content and the answer as content"
 _MEDIUM = "give it in the image or video that it is for"
 
 RECORD = {
     **dict.fromkeys(("chosen", "rejected", "rejected_messages", "rejected_response", "rejected_images"), _PAIRS),
+    **dict.fromkeys(("preferred_output", "non_preferred_output"), _PAIRS),
     **dict.fromkeys(("audio", "audios"), _SOUND),
     **dict.fromkeys(("functions", "function_call", "tool_choice"), "give the definitions in tools"),
     **dict.fromkeys(("add_generation_prompt", "continue_final_message"), "a record is a whole conversation"),
@@ -54,13 +58,13 @@ TURN = {
     **dict.fromkeys(("tool_calls", "tool_call_id", "function_call", "tool_responses"), _TOOLS),
     **dict.fromkeys(("image", "images", "image_url", "video", "videos"), _PART),
     **dict.fromkeys(("audio", "audios"), _SOUND),
-    **dict.fromkeys(("train_detail", "training_detail"), "a turn is learned as a whole or not at all: split it"),
+    **dict.fromkeys(("train_detail", "training_detail"), _WHOLE),
     **dict.fromkeys(("mask", "masked"), _MASK),
     **dict.fromkeys(("tools", "functions"), "give them in tools, beside the turns"),
     **dict.fromkeys(("reasoning_details", "thinking_blocks", "channel"), _THOUGHTS),
     **dict.fromkeys(("rejected", "chosen"), _PAIRS),
     "refusal": "give its text as content",
-    "prefix": "a turn is learned as a whole or not at all",
+    "prefix": _WHOLE,
     "objects": "write the boxes and names into the text",
 }  # fmt: skip
 """Refused names of a turn, and what to do instead."""
@@ -69,6 +73,7 @@ TEXT = {
     **dict.fromkeys((*PLACES, *BYTES, "video", "frames", "source"), "give it as a part of its own, with its type"),
     **dict.fromkeys(VIDEO_LIMITS, _MEDIUM),
     **dict.fromkeys(("audio", "input_audio"), _SOUND),
+    **dict.fromkeys(LEARNED, _WHOLE),
     **dict.fromkeys(REASONING, "give the thoughts beside content, in the turn"),
 }  # fmt: skip
 """Refused names of a part that is a text, and what to do instead."""

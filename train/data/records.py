@@ -15,6 +15,7 @@ from typing import Any
 from cpjax.train.data.names import (
     BYTES,
     FLAGS,
+    GOOD,
     IMAGE_LIMITS,
     LEARNED,
     MEDIUM,
@@ -180,8 +181,9 @@ class _Reader:
                 "bad format",
                 f"has the names {names}: a record needs messages, conversations, or prompt and completion",
             )
-        if not self._is_learned(value, "a record", default=True):
-            raise self.error("bad format", "is not to be learned as a whole: leave it out")
+        good = [name for name in GOOD if isinstance(value.get(name), bool)]
+        if not self._is_learned(value, "a record", default=True) or not all(value[name] for name in good):
+            raise self.error("nothing to learn", "says of itself that it is not to be learned: leave it out")
         messages = self._system()
         if form:
             messages += [self._message(turn) for turn in turns]
@@ -190,7 +192,7 @@ class _Reader:
             messages += [dataclasses.replace(turn, learned=turn.role != "assistant") for turn in asked]
             messages += self._side(value["completion"], "assistant")
         forms = (form,) if form else ("prompt", "completion")
-        self._names(value, (*forms, *_BESIDE, *LEARNED, *(("fps",) if self.rate_used else ())), RECORD, "")
+        self._names(value, (*forms, *_BESIDE, *LEARNED, *good, *(("fps",) if self.rate_used else ())), RECORD, "")
         if sum(message.role == "system" for message in messages) > 1 and value.get("system"):
             raise self.error("bad format", "has system beside its turns and a system turn among them: give one of them")
         for kind, count in self.used.items():
