@@ -72,6 +72,7 @@ class RecordsTask:
                 f"{beyond:,} tokens of the tokenizer have no embedding: records that use them count as broken."
             )
         datasets = (self._dataset, *self._held_out.values())
+        lines += [f"note: {notice}" for dataset in datasets for notice in dataset.notices.lines()]
         return lines + [f"left out: {first}" for dataset in datasets for first in dataset.skipped.first.values()]
 
     def next_batch(self) -> HostBatch:
@@ -157,7 +158,7 @@ split over {config.mesh.cp} device(s), {config.mesh.layout} layout. The weights 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What a model is asked: a row of the family, which ends where the answer begins, and the answer."""
+    """What a model is asked: a row of the family, which ends with the generation prompt, and what is to follow it."""
 
     prompt: Any
     answer: str
@@ -181,19 +182,18 @@ def ask(dataset: Dataset, count: int) -> list[Question]:
 
 
 def last_answer(encoder: Encoder, record: Record) -> Question:
-    """The record up to where the text of its last assistant turn begins, and that text.
+    """The last learned answer of a record, and what asks for it: the turns before it with a generation prompt.
 
-    The prompt is that of training, markers of the turn included, whatever the template would open an answer with.
+    The answer is what training would have the model write after that prompt, the end of its thoughts included.
 
     Raises:
         RecordError: the record is broken.
     """
-    last = max(number for number, message in enumerate(record.messages) if message.role == "assistant")
-    row = encoder.row(dataclasses.replace(record, messages=record.messages[: last + 1]))
-    trained = np.asarray(row.labels) != IGNORE
-    start = int(np.flatnonzero(trained & ~np.append(False, trained[:-1]))[-1])
-    answer = np.asarray(row.input_ids)[start:][trained[start:]].tolist()
-    return Question(type(row)(row.input_ids[:start], media=row.media), encoder.tokenizer.decode(answer))
+    last = max(n for n, message in enumerate(record.messages) if message.role == "assistant" and message.learned)
+    before = (dataclasses.replace(message, learned=False) for message in record.messages[:last])
+    record = dataclasses.replace(record, messages=(*before, record.messages[last]))
+    labels = np.asarray(encoder.row(record).labels)
+    return Question(encoder.prompt(record), encoder.tokenizer.decode(labels[labels != IGNORE].tolist()))
 
 
 def by_set(name: str, counts: Mapping[str, np.ndarray]) -> dict[str, float]:

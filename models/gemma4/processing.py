@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from cpjax.models.common.checkpoint import CONFIG, read_json
+from cpjax.models.common.pictures import frame_range
 from cpjax.models.gemma4.config import Config
 from cpjax.models.gemma4.prepare import Media, patchify
 
@@ -92,10 +93,32 @@ class Processor:
         size = self._size(height, width, self.image)
         return MediaPlan("image", size, (1, *self._patches(size)))
 
-    def plan_video(self, count: int, height: int, width: int, fps: float) -> MediaPlan:
-        """A video of `count` frames of this size, `fps` of them a second: `num_frames` of them, or all if fewer."""
-        wanted = min(self.num_frames, count)
-        frames = tuple(number * count // wanted for number in range(wanted))
+    def plan_video(
+        self,
+        count: int,
+        height: int,
+        width: int,
+        fps: float,
+        *,
+        nframes: float | None = None,
+        video_start: float | None = None,
+        video_end: float | None = None,
+    ) -> MediaPlan:
+        """A video of `count` frames of this size, `fps` of them a second: `num_frames` of them, or all if fewer.
+
+        Args:
+            nframes: how many instead.
+            video_start, video_end: seconds between which they lie.
+
+        Raises:
+            ValueError: there are not so many frames, or no two between those seconds.
+        """
+        first, last = frame_range(count, fps, video_start, video_end)
+        shown = last - first + 1
+        wanted = min(self.num_frames, shown) if nframes is None else int(nframes)
+        if not 1 <= wanted <= shown:
+            raise ValueError(f"{wanted} frames of a video are to be seen: it must be 1 to {shown}")
+        frames = tuple(first + number * shown // wanted for number in range(wanted))
         size = self._size(height, width, self.video)
         return MediaPlan("video", size, (wanted, *self._patches(size)), frames, tuple(n / fps for n in frames))
 

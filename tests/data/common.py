@@ -62,6 +62,55 @@ LLAMA_LIKE = """\
 {%- if add_generation_prompt %}{{- '<|header|>assistant\\n\\n' }}{%- endif %}
 """
 
+# Shows the thoughts of answers after the last question alone, given apart or in the text, and opens prompts with them
+# unless told not to; definitions of tools come first; every text is trimmed.
+THINKING = """\
+{%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
+{%- set seen = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set seen.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- set text = message.content | trim %}
+{{- '<|im_start|>' + message.role + (' ' + message.name if message.name else '') + '\\n' }}
+{%- if message.role == 'assistant' %}
+{%- set thoughts = message.reasoning_content or '' %}
+{%- if not thoughts and '</think>' in text %}
+{%- set thoughts = text.split('</think>')[0].split('<think>')[-1] %}
+{%- set text = text.split('</think>')[-1] | trim %}
+{%- endif %}
+{%- if loop.index0 > seen.last %}{{- '<think>\\n' + thoughts | trim + '\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+{{- text + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}
+{%- if enable_thinking is false %}{{- '\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+# Strips the thoughts from the text of every answer; asks with empty thoughts, which no answer has.
+STRIPPING = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|header|>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{%- if message.reasoning and enable_thinking %}{{- '<think>' + message.reasoning + '</think>' }}{%- endif %}
+{%- for piece in (message.content if message.content is string else message.content[0].text).split('</think>') %}
+{{- piece.split('<think>')[0] | trim }}
+{%- endfor %}
+{{- '<|eot|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header|>model\\n' }}
+{%- if not enable_thinking %}{{- '<think></think>' }}{%- endif %}
+{%- endif %}
+"""
+
+# Shows thoughts in all answers, and has no prompt; turns that are empty are left out.
+PLAIN = """\
+{%- for message in messages %}
+{%- if message.content %}{{ message.role }}: {% if message.thinking %}({{ message.thinking }}) {% endif %}
+{{- message.content + '<|eot|>\\n' }}
+{%- endif %}
+{%- endfor %}
+"""
+
 WORDS = """the cat sat on a mat and saw two birds in the garden; what is in this picture? there are three red boats and
 a small dog. why is the sky blue, how many of them can you count, describe each image in one short sentence please"""
 

@@ -58,7 +58,7 @@ def test_images(encoder, record_of):
     assert encoder.size(record_of(both_images())) == (len(row.input_ids), sum(h * w for _, h, w in grids))
     labels = np.asarray(row.labels)
     said = encoder.tokenizer.decode(labels[labels != IGNORE].tolist(), skip_special_tokens=False)
-    assert said == "yes<|im_end|>the first<|im_end|>"
+    assert said == "yes<|im_end|>\n</think>\n\nthe first<|im_end|>"
     encoder.module.prepare(encoder.processor.config, [row])  # refuses placeholders that do not fit the media
 
 
@@ -67,7 +67,7 @@ def test_images_after_an_answer_do_not_move_its_labels(encoder, record_of):
     row = encoder.row(record_of(chat([image], "one", [image, image], "two", "and?", "three")))
     labels = np.asarray(row.labels)
     said = encoder.tokenizer.decode(labels[labels != IGNORE].tolist(), skip_special_tokens=False)
-    assert said == "one<|im_end|>two<|im_end|>three<|im_end|>"
+    assert said == "one<|im_end|>two<|im_end|>\n</think>\n\nthree<|im_end|>"
 
 
 def test_video(encoder, record_of):

@@ -31,8 +31,20 @@ def test_a_record_is_shown(folder):
     lines = [line.split("│")[1:-1] for line in text.splitlines() if "│" in line]
     rows = [[cell.strip() for cell in line] for line in lines]
     assert [row[1:4] for row in rows[:2]] == [["image", "(1, 6, 8)", "12"], ["video", "(3, 6, 8)", "36"]]
-    assert [row[3] for row in rows[2:]] == ["a cat<|im_end|>", "two birds<|im_end|>"]
+    assert [row[3] for row in rows[2:]] == ["a cat<|im_end|>", "", "</think>", "", "two birds<|im_end|>"]
     assert "positions: time 0 to " in text
+
+
+def test_what_is_not_used_or_not_learned_is_said(folder):
+    out = io.StringIO()
+    write_jsonl(folder / "b.jsonl", [chat("hi", "<think>hm</think>yes", "and?", "no", id=3)])
+    inspect(folder / "b.jsonl", folder / "model", 1, Console(file=out, width=200, soft_wrap=True))
+    notes = [line for line in out.getvalue().splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: id is not used",
+        "note: the chat template drops a part of an answer, which is not learned",
+    ]
+    (folder / "b.jsonl").unlink()
 
 
 def test_learned_tokens_have_a_colour_of_their_own(folder):

@@ -11,10 +11,10 @@ from cpjax.shard import IGNORE
 from cpjax.train.data import Encoder, RecordError
 from cpjax.train.data.records import parse_record
 from cpjax.train.data.template import ChatTemplate
-from tests.data.common import LLAMA_LIKE, QWEN_LIKE, SPECIAL, chat, make_folder
+from tests.data.common import LLAMA_LIKE, QWEN_LIKE, SPECIAL, THINKING, chat, make_folder
 
-TEMPLATES = {"qwen": QWEN_LIKE, "llama": LLAMA_LIKE}
-STOP = {"qwen": "<|im_end|>", "llama": "<|eot|>"}
+TEMPLATES = {"qwen": QWEN_LIKE, "llama": LLAMA_LIKE, "thinking": THINKING}
+STOP = {"qwen": "<|im_end|>", "llama": "<|eot|>", "thinking": "<|im_end|>"}
 CHATS = {
     "one turn": chat("what is in this picture?", "a cat"),
     "three turns": chat("what?", "a cat", "how many?", " two birds\n", "why?", "so"),
@@ -44,6 +44,13 @@ def record_of(value, tmp_path=None):
     return parse_record(value, "a.jsonl:1", tmp_path)
 
 
+def shown(name, answers):
+    """What is learned of answers; the last one of a template that asks with open thoughts closes them."""
+    opened = ["" for _ in answers[1:]] + ["" if name == "llama" else "\n</think>\n\n"]
+    texts = [text.lstrip("\n") if name == "qwen" else text.strip() for text in answers]
+    return [before + text + STOP[name] for before, text in zip(opened, texts, strict=True)]
+
+
 def learned(encoder, row):
     """The text of each run of labels."""
     labels = np.asarray(row.labels)
@@ -69,6 +76,20 @@ def test_tokens_equal_transformers(encoders, theirs, name, case):
     assert encoders[name].size(record_of(CHATS[case])) == (len(wanted["input_ids"]), 0)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
+def test_what_a_record_hands_to_the_template_equals_transformers(encoders, theirs, kwargs):
+    turns = chat("what?", "a cat", "and?", "two")["messages"]
+    turns[0]["name"], turns[1]["reasoning_content"], turns[3]["reasoning_content"] = "Ann", "so", "hm"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    record = record_of({"messages": turns, "tools": tools, "chat_template_kwargs": kwargs})
+    wanted = theirs["thinking"].apply_chat_template(turns, tools=tools, return_dict=True, **kwargs)
+    assert np.asarray(encoders["thinking"].row(record).input_ids).tolist() == wanted["input_ids"]
+    asked = theirs["thinking"].apply_chat_template(
+        turns[:3], tools=tools, return_dict=True, add_generation_prompt=True, **kwargs
+    )
+    assert encoders["thinking"].prompt(record).input_ids.tolist() == asked["input_ids"]
+
+
 @pytest.mark.parametrize("case", CHATS)
 def test_labels_equal_transformers_mask_of_a_template_that_marks_answers(encoders, theirs, case):
     row = encoders["llama"].row(record_of(CHATS[case]))
@@ -83,8 +104,7 @@ def test_labels_equal_transformers_mask_of_a_template_that_marks_answers(encoder
 def test_exactly_the_answers_and_their_stop_tokens_are_learned(encoders, name, case):
     row = encoders[name].row(record_of(CHATS[case]))
     answers = [turn["content"] for turn in CHATS[case]["messages"] if turn["role"] == "assistant"]
-    shown = [text.strip() if name == "llama" else text.lstrip("\n") for text in answers]
-    assert learned(encoders[name], row) == [text + STOP[name] for text in shown]
+    assert learned(encoders[name], row) == shown(name, answers)
     ids, labels = np.asarray(row.input_ids), np.asarray(row.labels)
     np.testing.assert_array_equal(labels[labels != IGNORE], ids[labels != IGNORE])  # not shifted yet
 
@@ -97,8 +117,7 @@ ANSWERS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_any_answer_is_learned_as_a_whole(encoders, name, answers):
     turns = [turn for answer in answers for turn in ("what?", answer)]
-    shown = [text.strip() if name == "llama" else text.lstrip("\n") for text in answers]
-    assert learned(encoders[name], encoders[name].row(record_of(chat(*turns)))) == [text + STOP[name] for text in shown]
+    assert learned(encoders[name], encoders[name].row(record_of(chat(*turns)))) == shown(name, answers)
 
 
 def test_labels_are_shifted_once_by_prepare(encoders):

@@ -41,6 +41,10 @@ def test_frames_and_text_of_videos_equal_the_golden_processors(name):
 
 def test_a_short_video_is_looked_at_whole():
     assert PROCESSOR.plan_video(3, 16, 16, 2.0).seconds == (0, 0.5, 1)
+    chosen = PROCESSOR.plan_video(20, 16, 16, 5.0, nframes=3, video_start=1, video_end=3)
+    assert chosen.frames == (5, 8, 12) and chosen.seconds == pytest.approx((1, 1.6, 2.4))
+    with pytest.raises(ValueError, match="9 frames of a video are to be seen: it must be 1 to 3"):
+        PROCESSOR.plan_video(3, 16, 16, 2.0, nframes=9)
 
 
 def test_sizes_equal_the_golden_processors():

@@ -112,9 +112,46 @@ def test_files_of_newer_and_older_folders(tmp_path):
     assert Processor.from_folder(tmp_path).sampling == PROCESSOR.sampling
 
 
+def test_limits_of_an_image():
+    """The sizes are those of qwen-vl-utils' rules, worked out by hand; tokens are 8 x 8 pixels."""
+    assert PROCESSOR.plan_image(100, 60, max_pixels=1024).size == (40, 24)  # shrunk by sqrt(6000 / 1024)
+    assert PROCESSOR.plan_image(100, 60, min_pixels=20_000).size == (184, 112)  # grown by sqrt(20000 / 6000)
+    assert PROCESSOR.plan_image(100, 60, min_pixels=20_000, max_pixels=40_000).size == (184, 112)
+    assert PROCESSOR.plan_image(100, 60, resized_height=30, resized_width=50).size == (32, 48)
+    assert PROCESSOR.plan_image(100, 60, resized_height=1, resized_width=9, max_pixels=64).size == (8, 8)
+
+
+def test_limits_of_a_video():
+    """As there: pixels are those of a frame, or of all pairs of frames; numbers of frames are even."""
+    plan = PROCESSOR.plan_video(20, 64, 64, 5.0, nframes=5, video_start=1, video_end=3)
+    assert plan.frames == (5, 8, 12, 15) and plan.seconds == pytest.approx((1.3, 2.7))
+    assert len(PROCESSOR.plan_video(20, 64, 64, 5.0).frames) == 8
+    assert len(PROCESSOR.plan_video(20, 64, 64, 5.0, max_frames=7).frames) == 6
+    assert len(PROCESSOR.plan_video(20, 64, 64, 5.0, min_frames=9).frames) == 10
+    assert PROCESSOR.plan_video(20, 64, 64, 5.0, video_end=1.0).frames == (0, 2, 3, 5)
+    for limits in ({"max_pixels": 256}, {"total_pixels": 512}, {"max_pixels": 9999, "total_pixels": 512}):
+        assert PROCESSOR.plan_video(20, 64, 64, 5.0, nframes=4, **limits).size == (16, 16)
+    assert PROCESSOR.plan_video(20, 64, 64, 5.0, nframes=4, min_pixels=10_000).size == (104, 104)
+    assert PROCESSOR.plan_video(20, 64, 64, 5.0, resized_height=30, resized_width=50).size == (32, 48)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: PROCESSOR.plan_image(9, 9, min_pixels=9, max_pixels=8),
+            "bounds of 9 to 8 pixels were given: the first",
+        ),
+        (
+            lambda: PROCESSOR.plan_image(9, 9, resized_width=8),
+            "resized_height None and resized_width 8 were given: both",
+        ),
+        (
+            lambda: PROCESSOR.plan_video(8, 9, 9, 2.0, nframes=20),
+            "20 frames of a video are to be seen: it must be 2 to 8",
+        ),
+        (lambda: PROCESSOR.plan_video(8, 9, 9, 2.0, max_frames=1), "0 frames of a video are to be seen"),
+        (lambda: PROCESSOR.plan_video(8, 9, 9, 2.0, video_start=3.5), "with video_start 3.5 and video_end None: there"),
         (lambda: PROCESSOR.plan_image(3, 700), "no side may be over 200 times the other"),
         (lambda: PROCESSOR.plan_video(1, 30, 30, 2.0), "a video of 1 frames was given: it needs at least 2"),
     ],

@@ -157,7 +157,7 @@ def test_held_out_losses_and_answers(folder, monkeypatch):
     prompts, count, stops = asked[0]
     assert count == 5 and [task._encoder.tokenizer.id_to_token(stop) for stop in stops] == ["<|im_end|>"]
     shown = task._encoder.tokenizer.decode(prompts[0].input_ids.tolist(), skip_special_tokens=False)
-    assert shown.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert shown.endswith("<|im_start|>assistant\n<think>\n")
 
 
 def test_the_last_answer_is_asked(folder, tmp_path):
@@ -166,9 +166,16 @@ def test_the_last_answer_is_asked(folder, tmp_path):
     file = write_jsonl(tmp_path / "asked.jsonl", records)
     task = make_task(options(folder, held_out=[str(file)], answers=9))
     first, second = task._questions["asked"]
-    assert (first.answer, second.answer) == ("the first\nor none", "yes")
+    assert (first.answer, second.answer) == ("\n</think>\n\nthe first\nor none", "\n</think>\n\nyes")
     assert len(first.prompt.media) == 1 and first.prompt.labels is None
     assert "2 of them are asked" in task.describe()[2]
+
+
+def test_names_that_are_not_used_are_told_before_the_run(folder, tmp_path):
+    records = [chat("hi", "yes"), chat("hi", "yes", id=1), chat("what?", "no", id=2)]
+    file = write_jsonl(tmp_path / "a.jsonl", records)
+    said = make_task(options(folder, files=[str(file)], held_out=[str(file)])).describe()
+    assert said.count(f"note: id is not used: 2 records, first {file}:2") == 2  # of the records, and of those held out
 
 
 def test_broken_records_are_named_and_counted(folder, tmp_path):

@@ -7,7 +7,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from cpjax.train.data.encode import Encoder
 from cpjax.train.data.files import Records
 from cpjax.train.data.options import RecordsConfig
 from cpjax.train.data.packing import bucket_shapes, pack_records
-from cpjax.train.data.records import RecordError
+from cpjax.train.data.records import Record, RecordError
 
 _AHEAD = 1024
 """Records that are queued for the threads at a time."""
@@ -46,6 +46,27 @@ class Skipped:
         return ", ".join(f"{count:,} {reason}" for reason, count in self.counts.most_common())
 
 
+class Notices:
+    """What the user should know of records that are used: how many it is true of, and where the first of them is."""
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.first: dict[str, str] = {}
+
+    def add(self, notices: Iterable[str], source: str) -> None:
+        """Counts each notice of a record once."""
+        for notice in dict.fromkeys(notices):
+            self.counts[notice] += 1
+            self.first.setdefault(notice, source)
+
+    def lines(self) -> list[str]:
+        """One for each notice, most frequent first."""
+        return [
+            f"{notice}: {count:,} {'record' if count == 1 else 'records'}, first {self.first[notice]}"
+            for notice, count in self.counts.most_common()
+        ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """Records by number, the rows they are packed into, and the shapes those rows have.
@@ -58,6 +79,7 @@ class Dataset:
         packs: numbers of the records of each row.
         shapes: (tokens, patches) that a batch is padded to, ascending; 0 patches where no record has any.
         skipped: what was left out; images that turn out to be damaged are added while training.
+        notices: names that are not used, and what is not learned, in records that were not left out.
     """
 
     records: Records
@@ -67,6 +89,7 @@ class Dataset:
     packs: Sequence[Sequence[int]]
     shapes: Sequence[tuple[int, int]]
     skipped: Skipped
+    notices: Notices
 
     @classmethod
     def open(cls, options: RecordsConfig, encoder: Encoder, *, seed: int = 0, multiple: int = 1) -> Dataset:
@@ -82,17 +105,19 @@ class Dataset:
         Raises:
             ValueError: a file cannot be opened, a record is broken and `options.broken` is "stop", or none is left.
         """
-        records, skipped = Records(options.files), Skipped()
+        records, skipped, notices = Records(options.files), Skipped(), Notices()
         sizes = np.zeros((len(records), 2), int)
 
-        def look(index: int) -> RecordError | None:
+        def look(index: int) -> tuple[str, list[str]] | RecordError:
+            said: list[str] = []
             try:
-                sizes[index] = measure(records, index, encoder, options, multiple)
+                record = records[index]
+                sizes[index] = measure(record, encoder, options, multiple, said.append)
             except RecordError as error:
                 if options.broken == "stop":
                     raise
                 return error
-            return None
+            return record.source, said
 
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
             # Packing needs the sizes of all records before the first step; 20,000 short ones take some ten seconds.
@@ -100,9 +125,12 @@ class Dataset:
             hidden = len(starts) == 1 or not terminal.is_terminal
             for start in track(starts, "looking at records", console=terminal, transient=True, disable=hidden):
                 ahead = range(start, min(start + _AHEAD, len(records)))
-                for index, error in zip(ahead, pool.map(look, ahead), strict=True):  # in the order of the records
-                    if error:
-                        skipped.add(index, error)
+                for index, found in zip(ahead, pool.map(look, ahead), strict=True):  # in the order of the records
+                    if isinstance(found, RecordError):
+                        skipped.add(index, found)
+                    else:
+                        source, said = found
+                        notices.add(said, source)
         kept = np.flatnonzero(sizes[:, 0])
         if not kept.size:
             raise ValueError(f"all {len(records)} records are broken ({skipped}): {next(iter(skipped.first.values()))}")
@@ -115,7 +143,7 @@ class Dataset:
         patches = options.patches if sizes[:, 1].any() else 0
         merge = encoder.processor.config.vision.spatial_merge_size**2
         shapes = bucket_shapes(options.tokens, patches, options.shapes, (multiple, merge))
-        return cls(records, encoder, options, sizes, packs, shapes, skipped)
+        return cls(records, encoder, options, sizes, packs, shapes, skipped, notices)
 
     def row(self, pack: Sequence[int]) -> tuple[Any, list[str]]:
         """The row of these records, each a document, and where they came from.
@@ -165,15 +193,14 @@ class Dataset:
 
 
 def measure(
-    records: Records, index: int, encoder: Encoder, options: RecordsConfig, multiple: int = 1
+    record: Record, encoder: Encoder, options: RecordsConfig, multiple: int, say: Callable[[str], None]
 ) -> tuple[int, int]:
-    """Tokens (rounded up to the multiple) and patches of a record.
+    """Tokens (rounded up to the multiple) and patches of a record; see `Encoder.size` for `say`.
 
     Raises:
         RecordError: it is broken, or too long.
     """
-    record = records[index]
-    tokens, patches = encoder.size(record)
+    tokens, patches = encoder.size(record, say)
     tokens = -(-tokens // multiple) * multiple
     for size, limit, what in ((tokens, options.tokens, "tokens"), (patches, options.patches, "patches")):
         if size > limit:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import itertools
 import os
 import pathlib
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from cpjax.models import family, read_config
 from cpjax.shard import IGNORE
 from cpjax.train.data.images import image_size, load_image
 from cpjax.train.data.records import ImagePart, Record, RecordError, VideoPart
-from cpjax.train.data.template import ChatTemplate
+from cpjax.train.data.template import ChatTemplate, Say, ignore
 
 
 def read_tokenizer(folder: pathlib.Path) -> Tokenizer:
@@ -77,25 +79,45 @@ class Encoder:
         """How many tokens have no embedding."""
         return sum(token >= self.processor.config.text.vocab_size for token in self.tokenizer.get_vocab().values())
 
-    def size(self, record: Record) -> tuple[int, int]:
+    def size(self, record: Record, say: Say = ignore) -> tuple[int, int]:
         """Number of tokens and of image patches; pictures are not decoded.
+
+        Args:
+            say: is told what of the record is not used or not learned.
 
         Raises:
             RecordError: the record is broken.
         """
-        plans = self._plans(record)
-        ids, _, repeats = self._tokens(record, self.template.render(record), plans, [])
+        for name in record.unused:
+            say(f"{name} is not used")
+        plans, text = self._plans(record), self.template.render(record)
+        ids, _, repeats = self._tokens(record, text, plans, self.template.spans(record, text, say))
+        self.template.report(record, text, say)
         return len(ids) + sum(repeats) - len(repeats), sum(int(np.prod(plan.grid, axis=-1).sum()) for plan in plans)
 
     def row(self, record: Record) -> Any:
-        """The family's `Row`, one document: labels are the assistant's tokens with the stop token, not yet shifted.
+        """The family's `Row`, one document: labels are the learned answers' tokens, not yet shifted.
+
+        See `ChatTemplate.spans` for where an answer begins; it ends with the stop token.
 
         Raises:
             RecordError: the record is broken.
         """
-        plans = self._plans(record)
         text = self.template.render(record)
-        ids, trained, repeats = self._tokens(record, text, plans, self.template.spans(record, text))
+        return self._row(record, text, self.template.spans(record, text))
+
+    def prompt(self, record: Record) -> Any:
+        """The family's `Row`, without labels, that asks for the last turn of a record, an assistant's.
+
+        Raises:
+            RecordError: the record is broken.
+        """
+        row = self._row(record, self.template.prompt(record), [])
+        return dataclasses.replace(row, labels=None)
+
+    def _row(self, record: Record, text: str, spans: Sequence[tuple[int, int]]) -> Any:
+        plans = self._plans(record)
+        ids, trained, repeats = self._tokens(record, text, plans, spans)
         counts = np.ones(len(ids), int)
         counts[np.isin(ids, self.processor.placeholder_ids)] = repeats
         ids, trained = np.repeat(ids, counts), np.repeat(trained, counts)
@@ -113,11 +135,16 @@ class Encoder:
         for part in record.media():
             frames = part.frames if isinstance(part, VideoPart) else (part,)
             height, width = image_size(frames[0], record.source)
+            plan = self.processor.plan_video if isinstance(part, VideoPart) else self.processor.plan_image
+            if unknown := part.limits.keys() - inspect.signature(plan).parameters.keys():
+                raise RecordError(
+                    "unfit image",
+                    f"{record.source} has {min(unknown)} in an image or a video, for which the processor of this model "
+                    "has no use: leave it out, and resize or choose frames yourself",
+                )
+            rate = (part.fps,) if isinstance(part, VideoPart) else ()
             try:
-                if isinstance(part, VideoPart):
-                    plans.append(self.processor.plan_video(len(frames), height, width, part.fps))
-                else:
-                    plans.append(self.processor.plan_image(height, width))
+                plans.append(plan(*((len(frames),) if rate else ()), height, width, *rate, **part.limits))
             except ValueError as error:
                 raise RecordError("unfit image", f"{record.source}: {error}") from None
             seen = plans[-1].frames if len(frames) > 1 else ()
@@ -131,10 +158,13 @@ class Encoder:
     def _tokens(
         self, record: Record, text: str, plans: Sequence[Any], spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Token ids with one placeholder per frame, whether each lies in a span, and how often each is repeated."""
+        """Token ids with one placeholder per frame, whether each lies in a span, and how often each is repeated.
+
+        No token lies on both sides of where a span begins: what asks for an answer ends there, so its tokens do too.
+        """
         for token in self.processor.placeholder_ids:
             placeholder = str(self.tokenizer.id_to_token(token))
-            if any(placeholder in message.text for message in record.messages):
+            if any(placeholder in f"{message.text}{message.reasoning}" for message in record.messages):
                 raise RecordError(
                     "placeholder in text", f"{record.source} has {placeholder} in its text: it may stand for media only"
                 )
@@ -153,8 +183,11 @@ class Encoder:
             pieces += [text[at:found], shown]
             at = found + len(mark)
             moved.append((at, moved[-1][1] + len(shown) - len(mark)))
-        encoding = self.tokenizer.encode("".join([*pieces, text[at:]]), add_special_tokens=False)
-        ids, offsets = np.array(encoding.ids, int), np.array(encoding.offsets, int).reshape(-1, 2)
+        text = "".join([*pieces, text[at:]])
+        starts, shifts = np.array(moved).T
+        bounds = np.array(spans, int).reshape(-1, 2)
+        bounds += shifts[np.searchsorted(starts, bounds, side="right") - 1]
+        ids, offsets = self._encode(text, bounds[:, 0])
         size = self.processor.config.text.vocab_size
         if len(beyond := ids[ids >= size]):
             raise RecordError(
@@ -163,13 +196,27 @@ class Encoder:
                 f"model has embeddings for {size:,}: resize them to the tokenizer, or use the model's own tokenizer",
             )
         trained = np.zeros(len(ids), bool)
-        starts, shifts = np.array(moved).T
-        for span in spans:
-            first, end = np.array(span) + shifts[np.searchsorted(starts, span, side="right") - 1]
-            trained |= (offsets[:, 1] > first) & (offsets[:, 0] < end)
+        firsts = np.searchsorted(offsets[:, 1], bounds[:, 0], side="right")
+        for first, end in zip(firsts, np.searchsorted(offsets[:, 0], bounds[:, 1]), strict=True):
+            trained[first:end] = True
         repeats = [count for plan in plans for count in self.processor.tokens(plan)]
         if np.isin(ids, self.processor.placeholder_ids).sum() != len(repeats):
             raise RecordError(
                 "wrong image count", f"{record.source} has {len(repeats)} frames, but the chat template shows others"
             )
         return ids, trained, repeats
+
+    def _encode(self, text: str, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and (start, end) of a text's tokens; where one would lie on both sides of a cut, the text is split."""
+
+        def encode(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+            encoding = self.tokenizer.encode(text[begin:end], add_special_tokens=False)
+            return np.array(encoding.ids, int), np.array(encoding.offsets, int).reshape(-1, 2) + begin
+
+        ids, offsets = encode(0, len(text))
+        last = np.searchsorted(offsets[:, 0], cuts) - 1  # the token that begins before the cut
+        if not (inside := cuts[(last >= 0) & (offsets[last, 1] > cuts)]).size:
+            return ids, offsets
+        pieces = [encode(*piece) for piece in itertools.pairwise([0, *inside.tolist(), len(text)])]
+        ids, offsets = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return ids, offsets

@@ -38,6 +38,8 @@ def inspect(file: pathlib.Path, folder: pathlib.Path, number: int, console: Cons
     if not 1 <= number <= len(records):
         raise ValueError(f"--record is {number}: {file} has records 1 to {len(records)}")
     record = records[number - 1]
+    said: dict[str, None] = {}
+    encoder.size(record, said.setdefault)
     row = encoder.row(record)
     config = encoder.processor.config
     batch = encoder.module.prepare(config, [row])
@@ -69,6 +71,8 @@ def inspect(file: pathlib.Path, folder: pathlib.Path, number: int, console: Cons
     names = ("time", "height", "width") if len(positions) == 3 else ("",)
     spans = ", ".join(f"{name} 0 to {axis.max()}" for name, axis in zip(names, positions, strict=True))
     console.print(f"positions: {spans}", highlight=False)
+    for notice in said:
+        console.print(f"note: {notice}", style="yellow", highlight=False)
     return 0
 
 

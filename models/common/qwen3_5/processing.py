@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from cpjax.models.common.checkpoint import CONFIG, read_json
-from cpjax.models.common.pictures import to_rgb
+from cpjax.models.common.pictures import frame_range, to_rgb
 from cpjax.models.common.qwen3_5.config import Config
 from cpjax.models.common.qwen3_5.prepare import Media, patchify
 
@@ -32,8 +32,8 @@ class Pixels:
         min_pixels, max_pixels: bounds of height x width of an image, of frames x height x width of a video.
     """
 
-    min_pixels: int
-    max_pixels: int
+    min_pixels: float
+    max_pixels: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resample: int = int(Image.Resampling.BICUBIC)
@@ -111,30 +111,85 @@ class Processor:
         sampling = {f.name: videos[f.name] for f in dataclasses.fields(Sampling) if videos.get(f.name) is not None}
         return cls(config, _pixels(_IMAGE, images), _pixels(_VIDEO, videos), Sampling(**sampling))
 
-    def plan_image(self, height: int, width: int) -> MediaPlan:
-        """An image of this size.
+    def plan_image(
+        self,
+        height: int,
+        width: int,
+        *,
+        min_pixels: float | None = None,
+        max_pixels: float | None = None,
+        resized_height: float | None = None,
+        resized_width: float | None = None,
+    ) -> MediaPlan:
+        """An image of this size, with limits of its own as qwen-vl-utils knows them.
+
+        Args:
+            min_pixels, max_pixels: bounds of height x width in the place of the folder's.
+            resized_height, resized_width: the size instead, rounded to whole tokens.
 
         Raises:
-            ValueError: one side is more than 200 times the other.
+            ValueError: one side is more than 200 times the other, or the limits do not go together.
         """
-        size = smart_resize(height, width, self._factor, self.image)
+        size = self._given_size(resized_height, resized_width)
+        if size is None:
+            rule = _bounded(self.image, min_pixels, max_pixels)
+            size = smart_resize(height, width, self._factor, rule)
         return MediaPlan("image", size, (1, *self._patches(size)))
 
-    def plan_video(self, count: int, height: int, width: int, fps: float) -> MediaPlan:
-        """A video of `count` frames of this size, `fps` of them a second.
+    def plan_video(
+        self,
+        count: int,
+        height: int,
+        width: int,
+        fps: float,
+        *,
+        min_pixels: float | None = None,
+        max_pixels: float | None = None,
+        total_pixels: float | None = None,
+        resized_height: float | None = None,
+        resized_width: float | None = None,
+        nframes: float | None = None,
+        min_frames: float | None = None,
+        max_frames: float | None = None,
+        video_start: float | None = None,
+        video_end: float | None = None,
+    ) -> MediaPlan:
+        """A video of `count` frames of this size, `fps` of them a second, with limits as qwen-vl-utils knows them.
+
+        Args:
+            min_pixels, max_pixels: bounds of height x width of a frame.
+            total_pixels: bound of height x width of all its patch-deep frames; these and it in the place of the
+                folder's bounds of the whole video.
+            resized_height, resized_width: the size instead, rounded to whole tokens.
+            nframes: how many frames are looked at, rounded to whole patches.
+            min_frames, max_frames: bounds of that number in the place of the folder's, rounded to whole patches.
+            video_start, video_end: seconds between which they lie.
 
         Raises:
-            ValueError: fewer than two frames, or one side is more than 200 times the other.
+            ValueError: fewer than two frames, one side is more than 200 times the other, or the limits do not fit.
         """
         depth, rule = self.config.vision.temporal_patch_size, self.sampling
         if count < depth:
             raise ValueError(f"a video of {count} frames was given: it needs at least {depth}")
-        wanted = min(max(int(count / fps * rule.fps), rule.min_frames), rule.max_frames, count)
-        frames = np.linspace(0, count - 1, wanted).round().astype(int).tolist()
-        if min(height, width) < self._factor:
-            scale = self._factor / min(height, width)
-            height, width = int(height * scale), int(width * scale)
-        size = smart_resize(height, width, self._factor, self.video, wanted, depth)
+        first, last = frame_range(count, fps, video_start, video_end)
+        shown = last - first + 1
+        fewest = rule.min_frames if min_frames is None else math.ceil(min_frames / depth) * depth
+        most = rule.max_frames if max_frames is None else math.floor(max_frames / depth) * depth
+        wanted = min(max(int(shown / fps * rule.fps), fewest), most, shown)
+        if nframes is not None:
+            wanted = round(nframes / depth) * depth
+        if not 1 <= wanted <= shown:
+            raise ValueError(f"{wanted} frames of a video are to be seen: it must be {depth} to {shown}")
+        frames = np.linspace(first, last, wanted).round().astype(int).tolist()
+        size = self._given_size(resized_height, resized_width)
+        if size is None:
+            if min(height, width) < self._factor:
+                scale = self._factor / min(height, width)
+                height, width = int(height * scale), int(width * scale)
+            least, largest = (None if pixels is None else pixels * wanted for pixels in (min_pixels, max_pixels))
+            if total_pixels is not None:
+                largest = min(largest or math.inf, total_pixels * depth)
+            size = smart_resize(height, width, self._factor, _bounded(self.video, least, largest), wanted, depth)
         filled = [*frames, *[frames[-1]] * (-wanted % depth)]
         seconds = tuple((filled[i] / fps + filled[i + depth - 1] / fps) / 2 for i in range(0, len(filled), depth))
         return MediaPlan("video", size, (len(seconds), *self._patches(size)), tuple(frames), seconds)
@@ -182,6 +237,17 @@ class Processor:
     def _factor(self) -> int:
         return self.config.vision.patch_size * self.config.vision.spatial_merge_size
 
+    def _given_size(self, height: float | None, width: float | None) -> tuple[int, int] | None:
+        """The size that is asked for, in whole tokens."""
+        if height is None and width is None:
+            return None
+        if not height or not width:
+            raise ValueError(
+                f"resized_height {height} and resized_width {width} were given: both are needed, above 0, or neither"
+            )
+        rows, columns = (max(round(side / self._factor), 1) * self._factor for side in (height, width))
+        return rows, columns
+
     def _patches(self, size: tuple[int, int]) -> tuple[int, int]:
         return size[0] // self.config.vision.patch_size, size[1] // self.config.vision.patch_size
 
@@ -211,6 +277,20 @@ def smart_resize(
             f"a picture of {height} x {width} pixels was given: a side is too short for patches of {factor}"
         )
     return rows, columns
+
+
+def _bounded(rule: Pixels, least: float | None, most: float | None) -> Pixels:
+    """The rule with these bounds in the place of its own, of which one that was not given gives way.
+
+    Raises:
+        ValueError: they exclude each other.
+    """
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"bounds of {least:g} to {most:g} pixels were given: the first must not be above the second")
+    lower = rule.min_pixels if least is None else least
+    upper = rule.max_pixels if most is None else most
+    lower, upper = (min(lower, upper), upper) if least is None else (lower, max(lower, upper))
+    return dataclasses.replace(rule, min_pixels=lower, max_pixels=upper)
 
 
 def _pixels(default: Pixels, source: Mapping[str, Any]) -> Pixels:
