@@ -214,9 +214,7 @@ def test_a_label_that_names_no_class_makes_loss_and_gradients_nan_where_traced()
     for name, cp in (("identity", 1), ("zigzag", 4)):
         (loss, _), grads = on_ranks(name, cp, hidden, head, labels)
         assert all(np.isfinite(x).all() for x in (loss, *grads))
-    run = jax.jit(
-        jax.value_and_grad(lambda h, w, labels: cross_entropy(h, w, labels, valid_tokens=9)[0], (0, 1))
-    )
+    run = jax.jit(jax.value_and_grad(lambda h, w, labels: cross_entropy(h, w, labels, valid_tokens=9)[0], (0, 1)))
     for label in BAD_LABELS:
         loss, grads = run(hidden, head, labels.at[0, 9].set(label))
         assert np.isnan(loss) and np.isnan(grads[0][0, 9]).all() and np.isnan(grads[1]).all()

@@ -150,7 +150,9 @@ def _check_arrays(arrays: dict[str, np.ndarray], table: Mapping[str, Stream], pa
         raise ValueError(f"{primary[0]} has shape {shape}: it must be {wanted}")
     rows, length = shape[:2]
     if not rows or not length:
-        raise ValueError(f"{primary[0]} has shape {shape}: there must be at least one row, and at least one token in it")
+        raise ValueError(
+            f"{primary[0]} has shape {shape}: there must be at least one row, and at least one token in it"
+        )
     for name, kinds in _KINDS.items():
         if name not in arrays:
             continue
