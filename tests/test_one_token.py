@@ -38,7 +38,7 @@ def all_of_it(chunk_size):
 
 @jax.jit
 def defined(tokens, document_ids, shared):
-    q, k, v, log_decay, beta = tokens
+    q, k, v, _, beta = tokens
 
     def ahead(x):
         return jnp.pad(x[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
