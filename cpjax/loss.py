@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cpjax.shard import IGNORE
 from cpjax.varying import vary_over, varying_axes
@@ -30,10 +31,13 @@ def cross_entropy(
     The vocabulary is visited `chunk_size` classes at a time with a running log-sum-exp, and once more, recomputed, in
     the backward pass. Sums and exponentials are in float32 or wider; products take the operands' dtype.
 
+    What a position with the label -100 holds, NaN or infinite, reaches neither the loss nor a gradient.
+
     Args:
         hidden: [B, L, E].
         head: [E, V]. Under `shard_map` it may be the same on all ranks; its gradient is then summed over them.
-        labels: int [B, L], 0 .. V-1, or -100 for no loss.
+        labels: int [B, L], 0 .. V-1, or -100 for no loss. Any other label makes the loss and its gradients NaN where
+            values are traced, under `jax.jit` and `shard_map`; where they are at hand it is refused.
         valid_tokens: number of labels other than -100 in the whole global step, counted before sharding. Zero is
             allowed: the loss and its gradients are then zero.
         softcap: static c: the logits become c tanh(logit / c).
@@ -43,9 +47,11 @@ def cross_entropy(
         loss, a scalar: local sum / valid_tokens; correct, an int32 scalar: local valid labels that are the argmax.
 
     Raises:
-        ValueError: shapes that do not fit, softcap <= 0, or chunk_size < 1.
+        ValueError: shapes that do not fit, labels that are no signed integers, a label outside 0 .. V-1 (unless
+            traced), softcap <= 0, or chunk_size < 1.
     """
     _check("cross_entropy", hidden, head, labels, softcap, chunk_size)
+    labels = _as_labels("cross_entropy", labels, head.shape[1])
     total, correct = _total(*_alike(hidden, head, labels), softcap, chunk_size)
     return total / jnp.maximum(valid_tokens, 1), correct
 
@@ -83,8 +89,7 @@ def distillation_loss(
         student's argmax; all are scalars, to be added over ranks, rows and microbatches.
 
     Raises:
-        ValueError: shapes that do not fit, vocabularies of different size, ratio or temperature out of range, a
-            softcap <= 0, or chunk_size < 1.
+        ValueError: what `cross_entropy` refuses, vocabularies of different size, ratio or temperature out of range.
     """
     _check("distillation_loss", hidden, head, labels, softcap, chunk_size)
     _check("distillation_loss of the teacher", teacher_hidden, teacher_head, labels, teacher_softcap, chunk_size)
@@ -98,6 +103,7 @@ def distillation_loss(
             f"distillation_loss was given ratio={ratio} and temperature={temperature}: ratio must be in [0, 1], "
             "temperature above 0"
         )
+    labels = _as_labels("distillation_loss", labels, head.shape[1])
     operands = _alike(hidden, head, *jax.lax.stop_gradient((teacher_hidden, teacher_head)), labels)
     ce, kl, correct = _totals(*operands, float(temperature), (softcap, teacher_softcap), chunk_size)
     ce, kl = (total / jnp.maximum(valid_tokens, 1) for total in (ce, kl))
@@ -116,6 +122,25 @@ def _check(
         raise ValueError(f"{name} was given softcap={softcap}: give a number above 0, or None")
     if chunk_size < 1:
         raise ValueError(f"{name} was given chunk_size={chunk_size}: it must be at least 1")
+
+
+def _as_labels(name: str, labels: Any, vocabulary: int) -> jax.Array:
+    """The labels as int32 or wider; refused where one is at hand that names no class."""
+    if not jnp.issubdtype(labels.dtype, jnp.signedinteger):
+        raise ValueError(f"{name} was given labels of dtype {labels.dtype}, which does not hold -100: make them int32")
+    if not isinstance(labels, jax.core.Tracer) and getattr(labels, "is_fully_addressable", True):
+        values = np.asarray(labels).astype(np.int64)
+        for row, token in np.argwhere(outside_classes(values, vocabulary))[:1]:
+            raise ValueError(
+                f"{name} was given the label {values[row, token]} at row {row}, token {token}: it must be in 0 .. "
+                f"{vocabulary - 1}, the classes of the head, or {IGNORE} for no loss"
+            )
+    return jnp.asarray(labels, jnp.promote_types(labels.dtype, jnp.int32))  # int8 does not count classes
+
+
+def outside_classes(labels: Any, vocabulary: int) -> Any:
+    """Which labels name no class, and are not -100 either: bool, like the labels."""
+    return (labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))
 
 
 def _alike(*arrays: jax.Array) -> list[jax.Array]:
@@ -159,10 +184,25 @@ def _is_label(labels: jax.Array, start: Any, size: int) -> jax.Array:
     return labels[..., None] == start + jnp.arange(size, dtype=labels.dtype)
 
 
-def _start_ce(labels: jax.Array, dtype: Any) -> Any:
-    """Before any class was seen: largest logit, sum of exp(logit - largest), the label's logit, the best class."""
+def _labelled(hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    """The hidden states, 0 where there is no label: a NaN there would come through products with 0."""
+    return jnp.where((labels != IGNORE)[..., None], hidden, 0)
+
+
+def _weights(labels: jax.Array, vocabulary: int, cotangent: jax.Array) -> jax.Array:
+    """[B, L, 1]: the cotangent of each token's loss, 0 where there is no label, NaN where it names no class."""
+    valid = jnp.where(outside_classes(labels, vocabulary), jnp.nan, cotangent)
+    return jnp.where(labels != IGNORE, valid, 0)[..., None]
+
+
+def _start_ce(labels: jax.Array, vocabulary: int, dtype: Any) -> Any:
+    """Before any class was seen: largest logit, sum of exp(logit - largest), the label's logit, the best class.
+
+    The logit of a label that names no class is NaN, so that its loss is.
+    """
     zero = jnp.zeros(labels.shape, dtype)
-    return zero - jnp.inf, zero, zero, jnp.zeros(labels.shape, jnp.int32)
+    label_logit = jnp.where(outside_classes(labels, vocabulary), jnp.asarray(jnp.nan, dtype), zero)
+    return zero - jnp.inf, zero, label_logit, jnp.zeros(labels.shape, jnp.int32)
 
 
 def _next_ce(carry: Any, start: Any, logits: jax.Array, labels: jax.Array) -> Any:
@@ -210,10 +250,12 @@ def _total(
 
 
 def _total_fwd(hidden: jax.Array, head: jax.Array, labels: jax.Array, softcap: float | None, chunk_size: int) -> Any:
-    def step(carry: Any, start: Any, columns: jax.Array) -> Any:
-        return _next_ce(carry, start, _logits(hidden, columns, softcap), labels)
+    states = _labelled(hidden, labels)
 
-    carry = _start_ce(labels, _wide(hidden, head))
+    def step(carry: Any, start: Any, columns: jax.Array) -> Any:
+        return _next_ce(carry, start, _logits(states, columns, softcap), labels)
+
+    carry = _start_ce(labels, head.shape[1], _wide(hidden, head))
     carry = _over_classes(step, carry, (head,), chunk_size, varying_axes(hidden))
     lse, total, correct = _end_ce(carry, labels)
     return (total, correct), (hidden, head, labels, lse)
@@ -221,7 +263,7 @@ def _total_fwd(hidden: jax.Array, head: jax.Array, labels: jax.Array, softcap: f
 
 def _total_bwd(softcap: float | None, chunk_size: int, residuals: Any, cotangents: Any) -> Any:
     hidden, head, labels, lse = residuals
-    weight = jnp.where(labels != IGNORE, cotangents[0], 0)[..., None]
+    hidden, weight = _labelled(hidden, labels), _weights(labels, head.shape[1], cotangents[0])
 
     def dlogits(start: Any, columns: jax.Array) -> jax.Array:
         logits = _logits(hidden, columns, softcap)
@@ -252,11 +294,12 @@ def _totals_fwd(
     temperature: float, softcaps: Softcaps, chunk_size: int,
 ) -> Any:  # fmt: skip
     dtype = _wide(hidden, head)
+    states, teacher_states = _labelled(hidden, labels), _labelled(teacher_hidden, labels)
 
     def step(carry: Any, start: Any, columns: jax.Array, teacher_columns: jax.Array) -> Any:
         ce, soft_scale, (top, scale, gap) = carry
-        logits = _logits(hidden, columns, softcaps[0])
-        targets = _logits(teacher_hidden, teacher_columns, softcaps[1]).astype(dtype)
+        logits = _logits(states, columns, softcaps[0])
+        targets = _logits(teacher_states, teacher_columns, softcaps[1]).astype(dtype)
         new_ce = _next_ce(ce, start, logits, labels)
         # Softmax at the temperature, under the same largest logits.
         soft_scale *= jnp.exp((ce[0] - new_ce[0]) / temperature)
@@ -269,7 +312,7 @@ def _totals_fwd(
         return new_ce, soft_scale, (new_top, scale, gap)
 
     zero = jnp.zeros(labels.shape, dtype)
-    carry = (_start_ce(labels, dtype), zero, (zero - jnp.inf, zero, zero))
+    carry = (_start_ce(labels, head.shape[1], dtype), zero, (zero - jnp.inf, zero, zero))
     ce, soft_scale, (top, scale, gap) = _over_classes(
         step, carry, (head, teacher_head), chunk_size, varying_axes(hidden)
     )
@@ -285,7 +328,8 @@ def _totals_fwd(
 
 def _totals_bwd(temperature: float, softcaps: Softcaps, chunk_size: int, residuals: Any, cotangents: Any) -> Any:
     hidden, head, teacher_hidden, teacher_head, labels, lse, soft_lse, teacher_lse = residuals
-    ce_weight, kl_weight = (jnp.where(labels != IGNORE, x, 0)[..., None] for x in cotangents[:2])
+    hidden, teacher_hidden = _labelled(hidden, labels), _labelled(teacher_hidden, labels)
+    ce_weight, kl_weight = (_weights(labels, head.shape[1], x) for x in cotangents[:2])
 
     def dlogits(start: Any, columns: jax.Array, teacher_columns: jax.Array) -> jax.Array:
         logits = _logits(hidden, columns, softcaps[0])

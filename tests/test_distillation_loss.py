@@ -76,6 +76,43 @@ def test_float64_equals_the_dense_formula(chunk_size, softcaps):
         assert own_correct == correct and float(own_ce) == pytest.approx(float(ce), rel=1e-13)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_stands_where_no_label_is_reaches_nothing(value):
+    """NaN and infinite hidden states of student and teacher at -100: as with zeros there."""
+    with jax.enable_x64(True):
+        hidden, head, teacher_hidden, teacher_head, labels = pair(5, 2, 6, 20)
+        ignored = (labels == IGNORE)[..., None]
+        assert 0 < ignored.sum() < labels.size
+
+        def loss(hidden, head, teacher_hidden):
+            options = {"valid_tokens": count(labels), "ratio": RATIO, "temperature": TEMPERATURE, "chunk_size": 8}
+            return distillation_loss(hidden, head, teacher_hidden, teacher_head, labels, **options)
+
+        run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        got, wanted = (
+            run(jnp.where(ignored, x, hidden), head, jnp.where(ignored, x, teacher_hidden)) for x in (value, 0)
+        )
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("label", [-1, 20])
+def test_a_label_that_names_no_class_is_seen(label):
+    *operands, labels = pair(6, 1, 6, 20, np.float32)
+    labels = labels.at[0, 2].set(label)
+    options = {"valid_tokens": 5, "ratio": RATIO, "temperature": TEMPERATURE}
+    with pytest.raises(ValueError, match=f"distillation_loss was given the label {label} at row 0, token 2"):
+        distillation_loss(*operands, labels, **options)
+
+    @jax.jit
+    def run(operands, labels):
+        own = lambda hidden, head: distillation_loss(hidden, head, *operands[2:], labels, **options)[0]  # noqa: E731
+        return jax.value_and_grad(own, (0, 1))(*operands[:2])
+
+    loss, grads = run(operands, labels)
+    assert np.isnan(loss) and np.isnan(grads[1]).all()
+
+
 def test_a_student_that_is_the_teacher_learns_from_the_labels_alone():
     with jax.enable_x64(True):
         hidden, head, _, _, labels = pair(2, 1, 6, 20)

@@ -178,6 +178,67 @@ def test_logits_of_all_classes_are_never_held():
     assert program.memory_analysis().temp_size_in_bytes < 4 * length * vocabulary / 4
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_what_stands_where_no_label_is_reaches_nothing(value, softcap):
+    """NaN and infinite hidden states at -100: loss and gradients as with zeros there."""
+    with jax.enable_x64(True):
+        hidden, head, labels = inputs(9, 2, 6, 4, 20)
+        ignored = labels == IGNORE
+        assert 0 < ignored.sum() < labels.size
+
+        def loss(hidden, head):
+            return cross_entropy(hidden, head, labels, valid_tokens=7, softcap=softcap, chunk_size=8)
+
+        run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        got, wanted = (run(jnp.where(ignored[..., None], x, hidden), head) for x in (value, 0))
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
+
+
+BAD_LABELS = [-1, -99, -101, 20, 2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize("label", BAD_LABELS)
+def test_a_label_that_names_no_class_is_refused_where_it_is_at_hand(label):
+    hidden, head, labels = inputs(10, 2, 5, 4, 20, np.float32)
+    for kind in (np.asarray, jnp.asarray):
+        with pytest.raises(ValueError, match=f"the label {label} at row 1, token 3: it must be in 0 .. 19"):
+            cross_entropy(hidden, head, kind(labels.at[1, 3].set(label)), valid_tokens=4)
+
+
+def test_a_label_that_names_no_class_makes_loss_and_gradients_nan_where_traced():
+    """On the ranks too; the valid ones, the last class among them, do not."""
+    hidden, head, labels = inputs(11, 1, 16, 4, 20, np.float32)
+    labels = labels.at[0, :2].set(jnp.array([0, 19]))
+    for name, cp in (("identity", 1), ("zigzag", 4)):
+        (loss, _), grads = on_ranks(name, cp, hidden, head, labels)
+        assert all(np.isfinite(x).all() for x in (loss, *grads))
+    run = jax.jit(jax.value_and_grad(lambda h, w, labels: cross_entropy(h, w, labels, valid_tokens=9)[0], (0, 1)))
+    for label in BAD_LABELS:
+        loss, grads = run(hidden, head, labels.at[0, 9].set(label))
+        assert np.isnan(loss) and np.isnan(grads[0][0, 9]).all() and np.isnan(grads[1]).all()
+        assert np.isfinite(np.delete(grads[0], 9, axis=1)).all()
+        (loss, _), grads = on_ranks("zigzag", 4, hidden, head, labels.at[0, 9].set(label))
+        assert np.isnan(loss) and np.isnan(grads[1]).all()
+    with jax.debug_nans(True):
+        assert np.isfinite(run(hidden, head, labels)[0])
+
+
+def test_narrow_labels_count_all_classes():
+    """int8 holds no class above 127, and would wrap where classes are counted."""
+    hidden, head, labels = inputs(12, 1, 9, 4, 300, np.float32)
+    narrow = jnp.where(labels == IGNORE, IGNORE, labels % 128)
+    wanted = cross_entropy(hidden, head, narrow, valid_tokens=9, chunk_size=200)
+    for dtype in (jnp.int8, jnp.int16):
+        np.testing.assert_array_equal(
+            cross_entropy(hidden, head, narrow.astype(dtype), valid_tokens=9, chunk_size=200), wanted
+        )
+    for dtype in (jnp.uint8, jnp.uint32, bool, jnp.float32):  # -100 is another number there
+        with pytest.raises(ValueError, match="which does not hold -100: make them int32"):
+            cross_entropy(hidden, head, narrow.astype(dtype), valid_tokens=9)
+
+
 def test_what_does_not_fit_is_refused():
     hidden, head, labels = inputs(8, 1, 4, 3, 5, np.float32)
     with pytest.raises(ValueError, match=r"head \(5, 3\)"):

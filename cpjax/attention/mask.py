@@ -34,7 +34,7 @@ class Mask:
         padding_mask: bool [B, L], True for a pad: no query attends to it. A pad query is computed like any other.
         window: static (left, right), i - left <= j <= i + right; None is no bound. A sliding window of n tokens that
             counts the query itself, as most models do, is (n - 1, 0).
-        vision_group_ids: int [B, L], -1 for text: tokens of one group see each other both ways, at any distance.
+        vision_group_ids: int [B, L], below 0 for text: tokens of one group see each other both ways, at any distance.
         windowed_groups: static: i - left <= j holds for tokens of one group as well, whose right stays open.
         prefix: bool [B, L]: a key that every query of its document sees.
         slices: int32 [N, 5], the same on all ranks and for all rows: (q_start, q_end, k_start, k_end, kind) in global
@@ -94,7 +94,7 @@ class Streams(NamedTuple):
     Attributes:
         segments: documents and padding together. A query sees keys of its own segment only; segment 0 (queries) and
             -1 (keys) have no partner.
-        groups: vision groups, 0 (queries) and -1 (keys) for text.
+        groups: vision groups, from 0 on; -1 (queries) and -2 (keys) for text.
         prefix: 1 for a key that all queries of its segment see; None for queries.
     """
 
@@ -103,7 +103,7 @@ class Streams(NamedTuple):
     prefix: Any = None
 
 
-NO_PARTNER = Streams(-1, -1, 0)
+NO_PARTNER = Streams(-1, -2, 0)
 """Streams of an empty key slot."""
 
 
@@ -136,8 +136,8 @@ def streams_of(mask: Mask) -> tuple[Streams, Streams]:
             absent |= mask.padding_mask
         k_segments = jnp.where(absent, -1, q_segments)
     if mask.vision_group_ids is not None:
-        q_groups = jnp.maximum(mask.vision_group_ids.astype(jnp.int32) + 1, 0)
-        k_groups = jnp.where(q_groups == 0, -1, q_groups)
+        q_groups = jnp.maximum(mask.vision_group_ids, -1)
+        k_groups = jnp.where(q_groups < 0, -2, q_groups)
     if mask.prefix is not None:
         prefix = mask.prefix.astype(jnp.int32)
     return Streams(q_segments, q_groups), Streams(k_segments, k_groups, prefix)
@@ -213,19 +213,19 @@ def tile_mask(queries: Tokens, keys: Tokens, reach: Reach) -> jax.Array:
         some &= _slices_meet(queries.slices, *bounds)[..., None]
     q, k = queries.streams, keys.streams
     if q.groups is not None:
-        same = _meet(q.groups, k.groups)
+        same = _meet(q.groups, k.groups, 0)
         some = some | (same if group_left is None else same & (k_high >= q_low - group_left))
     if k.prefix is not None:
         some = some | (k.prefix > 0).any(-1)
     if q.segments is not None:
-        some = some & _meet(q.segments, k.segments)
+        some = some & _meet(q.segments, k.segments, 1)
     return some
 
 
-def _meet(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whether the bounds of the numbers > 0 of two tiles [.., B, t] overlap: [nq, nk, B]."""
+def _meet(queries: jax.Array, keys: jax.Array, least: int) -> jax.Array:
+    """Whether the bounds of the numbers >= least of two tiles [.., B, t] overlap: [nq, nk, B]."""
     (q_low, q_high), (k_low, k_high) = (
-        (jnp.where(x <= 0, jnp.iinfo(jnp.int32).max, x).min(-1), x.max(-1)) for x in (queries, keys)
+        (jnp.where(x < least, jnp.iinfo(jnp.int32).max, x).min(-1), x.max(-1)) for x in (queries, keys)
     )
     return (q_low[:, None] <= k_high) & (k_low <= q_high[:, None])
 

@@ -152,7 +152,8 @@ def _inverse(a: jax.Array) -> jax.Array:
         top = jnp.pad(top, [(0, 0)] * (a.ndim - 1) + [(0, h)])
         return jnp.concatenate([top, jnp.concatenate([low, bottom], -1)], -2)
     row, column = jnp.arange(n, dtype=jnp.int32)[:, None], jnp.arange(n, dtype=jnp.int32)
-    inverse = jnp.broadcast_to(jnp.eye(n, dtype=a.dtype), a.shape)
+    # Of one token nothing is joined, and the identity would not vary over the ranks like a.
+    inverse = vary_over(jnp.broadcast_to(jnp.eye(n, dtype=a.dtype), a.shape), varying_axes(a))
     block = 1
     while block < n:
         joined = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)

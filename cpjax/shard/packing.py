@@ -37,15 +37,7 @@ def pack(
         ValueError: boundaries that do not ascend from 0, documents that cross rows, a mask of another size, a T that
             is too small or indivisible, or a layout whose table is not made from documents.
     """
-    cu_seqlens = np.asarray(cu_seqlens)
-    if cu_seqlens.dtype.kind not in "iu":
-        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}: it must be of integers")
-    cu_seqlens = cu_seqlens.astype(np.int64)
-    if cu_seqlens.ndim != 1 or cu_seqlens.size < 2 or cu_seqlens[0] or (np.diff(cu_seqlens) < 0).any():
-        raise ValueError(
-            f"cu_seqlens has shape {cu_seqlens.shape} and starts with {cu_seqlens.reshape(-1)[:1].tolist()}: it must "
-            "be [documents + 1], start at 0 and never descend"
-        )
+    cu_seqlens = as_boundaries(cu_seqlens)
     length = int(cu_seqlens[-1])
     pads = np.zeros(length, bool) if padding_mask is None else as_bool("padding_mask", padding_mask).reshape(-1)
     if pads.size != length:
@@ -86,6 +78,24 @@ def pack(
     return Sharder(layout, length, padded_length, axis_name, rows, table, places)
 
 
+def as_boundaries(cu_seqlens: Any) -> np.ndarray:
+    """Document boundaries as int64 [documents + 1].
+
+    Raises:
+        ValueError: boundaries that do not ascend from 0.
+    """
+    cu_seqlens = np.asarray(cu_seqlens)
+    if cu_seqlens.dtype.kind not in "iu":
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}: it must be of integers")
+    cu_seqlens = cu_seqlens.astype(np.int64)
+    if cu_seqlens.ndim != 1 or cu_seqlens.size < 2 or cu_seqlens[0] or (np.diff(cu_seqlens) < 0).any():
+        raise ValueError(
+            f"cu_seqlens has shape {cu_seqlens.shape} and starts with {cu_seqlens.reshape(-1)[:1].tolist()}: it must "
+            "be [documents + 1], start at 0 and never descend"
+        )
+    return cu_seqlens
+
+
 def as_bool(name: str, mask: Any) -> np.ndarray:
     """A mask of bool, or of numbers 0 and 1.
 
@@ -110,7 +120,16 @@ def documents_to_cu_seqlens(document_ids: np.ndarray, padding_mask: np.ndarray) 
     starts = tokens[1:][np.diff(keys) != 0]
     if tokens.size and len(starts) + 1 > len(np.unique(keys)):
         raise ValueError(
-            "document_ids return to a document after another one: a packed layout pads each document by itself, so "
-            "put its tokens together or give them ids of their own"
+            "document_ids return to a document after another one, which some layouts pad by itself: put its tokens "
+            "together or give them ids of their own"
         )
     return np.union1d(np.arange(rows + 1) * length, starts)
+
+
+def pads_inside(cu_seqlens: np.ndarray, padding_mask: np.ndarray) -> np.ndarray:
+    """Which pads, bool like the mask, lie among the tokens of their document rather than before or after them."""
+    before = np.concatenate([[0], np.cumsum(~padding_mask)])  # tokens before each position of the flattened rows
+    document = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))
+    first, last = before[cu_seqlens[document]], before[cu_seqlens[document + 1]]
+    inside = (first < before[:-1]) & (before[:-1] < last)
+    return padding_mask & inside.reshape(padding_mask.shape)

@@ -12,6 +12,7 @@ import numpy as np
 
 from cpjax.exchange import all_gather, check_axis
 from cpjax.shard.layout import Contiguous, Layout, Rank, TableLayout, invert
+from cpjax.varying import varying_axes
 
 
 @functools.partial(
@@ -166,7 +167,9 @@ class Sharder:
             [..., L, ...]; flattened rows are one row, [..., 1, L, ...] (by row: B rows).
 
         Raises:
-            ValueError: any other length, or padding is needed and `fill` was not given.
+            ValueError: any other length, padding is needed and `fill` was not given, or S = L (T = cp S) and the
+                tensor varies over the ranks, so that it may be sharded already. `shard_map` knows that with
+                check_vma=True; with check_vma=False, where S = L, a second `shard` is not noticed.
         """
         self._check_axis(x, axis, "shard")
         axis %= np.ndim(x)
@@ -176,6 +179,12 @@ class Sharder:
         self._check(x, axis, (self.length, self.padded_length), "shard", "give the tensor in one of these lengths")
         if x.shape[axis] != self.length or (self.places is None and self.length == self.padded_length):
             return self.take_local(x, axis)
+        if self.cp > 1 and self.length == self.local_length and self.axis_name in varying_axes(x):
+            raise ValueError(
+                f"shard was given {self.length} tokens that are not the same on all ranks, and {self.layout} over "
+                f"S={self.length}, T={self.padded_length} leaves each rank as many: it cannot be told whether they "
+                "are sharded already; if not, pad the tensor to T and use take_local"
+            )
         if fill is None:
             raise ValueError(
                 f"shard was given {x.shape[axis]} tokens and must pad them to {self.padded_length}: say with which "

@@ -100,21 +100,29 @@ def solve(
 def shard(
     p: Problem, cp: int, layout_name: str, padded_length=None, packed_rows=1
 ) -> tuple[dict[str, np.ndarray], Sharder]:
-    """What `make_batch` makes of the arrays and streams of `p`: padded, in global order."""
+    """What `make_batch` makes of the arrays and streams of `p`: padded, in global order.
+
+    Attention takes more than batches may say, documents in several pieces for one: but under the layout packed, which
+    is made from documents, the streams of the mask are given as a model's own.
+    """
     length = p.q.shape[1]
     layout: Any = layout_from_name(layout_name, cp)
     if isinstance(layout, Dispatched):
         slices = np.array([[0, length, 0, length, SliceKind.CAUSAL]]) if p.slices is None else p.slices
         layout, _ = dispatch(slices, length, dataclasses.replace(layout, chunk_size=2))
-    arrays = {name: getattr(p, name) for name in "qkvg" if getattr(p, name) is not None} | p.streams()
+    arrays = {name: getattr(p, name) for name in "qkvg" if getattr(p, name) is not None}
     fills = {"q": 3, "k": 3, "v": 3, "g": 0, "prefix": False}
-    return make_batch(
-        {"input_ids": np.zeros(p.q.shape[:2], np.int32), **arrays},
+    own = "" if layout_name == "packed" else "own "
+    if own:
+        fills |= {"document_ids": 0, "padding_mask": True, "vision_group_ids": -1}
+    batch, sharder = make_batch(
+        {"input_ids": np.zeros(p.q.shape[:2], np.int32), **arrays, **{own + n: x for n, x in p.streams().items()}},
         layout,
-        streams={name: Stream(1, fill) for name, fill in fills.items()},
+        streams={own * (name in STREAMS) + name: Stream(1, fill) for name, fill in fills.items()},
         padded_length=padded_length,
         packed_rows=packed_rows,
     )
+    return batch | {name: batch[own + name] for name in p.streams()}, sharder
 
 
 def solve_on(p: Problem, batch: dict[str, np.ndarray], sharder: Sharder, transport: str, dtype=jnp.float32, **form):

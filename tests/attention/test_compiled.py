@@ -220,15 +220,17 @@ def test_a_tile_that_is_not_visited_holds_no_allowed_pair(seed, spread, left, ri
         positions = np.sort(rng.permutation(30)[:6]) if spread else np.arange(6) + rng.integers(0, 24)
         if absent < 0 and rng.integers(2):
             positions[-1] = NO_KEY
-        ids = [rng.integers(1, 5, (2, 2, 3)) if part in parts else None for part in ("segments", "groups")]
-        ids = [None if x is None else np.where(rng.random(x.shape) < 0.4, absent, x) for x in ids]
+        least = {"segments": 1, "groups": 0}
+        ids = [rng.integers(n, 5, (2, 2, 3)) if part in parts else None for part, n in least.items()]
+        none = zip(ids, (absent, absent - 1), strict=True)
+        ids = [None if x is None else np.where(rng.random(x.shape) < 0.4, number, x) for x, number in none]
         prefix = rng.integers(0, 2, (2, 2, 1)).repeat(3, 2) if absent < 0 and "prefix" in parts else None
         return Tokens(jnp.asarray(positions.reshape(2, 1, 3), jnp.int32), Streams(*ids, prefix))
 
     queries, keys = tokens(0), tokens(-1)
     empty = keys.positions == NO_KEY
     if "groups" in parts:
-        groups = jnp.where(empty, -1, keys.streams.groups)
+        groups = jnp.where(empty, NO_PARTNER.groups, keys.streams.groups)
         keys = keys._replace(streams=keys.streams._replace(groups=groups))
     if "prefix" in parts:
         prefix = jnp.where(empty, 0, keys.streams.prefix)

@@ -103,6 +103,20 @@ def test_the_same_in_float32(cp, layout, transport):
     assert_equal(solve(p, cp, layout, transport), solve_numpy(p))
 
 
+def test_numbers_at_the_ends_of_int32():
+    """The largest number is a document, and a vision group, like any other; any negative group is text."""
+    most, least = np.iinfo(np.int32).max, np.iinfo(np.int32).min
+    documents = np.repeat(np.array([[1, most - 1, most], [most, 2, 0]], np.int32), 15, 1)
+    groups = np.repeat(np.array([[-1, 0, most - 1, most, -1, most, 3, most, 0]] * 2, np.int32), 5, 1)
+    form = {"window": (3, None), "windowed_groups": True}
+    p = problem(LENGTH, width=4, documents=documents, padding=documents == 0, vision_group_ids=groups)
+    wanted = solve_numpy(p, **form)
+    for text in (-1, least):
+        q = p._replace(vision_group_ids=np.where(groups < 0, text, groups).astype(np.int32))
+        assert_equal(solve(q, 4, "zigzag", "ring", jnp.float64, **form), wanted, jnp.float64)
+        assert_equal(solve_dense(q, **form), wanted, jnp.float64)
+
+
 @pytest.mark.parametrize(
     ("causal", "documents", "padding", "kv_heads"),
     [(True, False, False, 4), (False, False, False, 1), (False, True, False, 2), (True, False, True, 1)],

@@ -101,6 +101,11 @@ def test_the_input_is_a_prefix_of_the_result(length, name, cp):
         ({"padding_mask": np.full((2, 5), "False")}, "padding_mask of dtype <U5 holds other than True and False"),
         ({"labels": np.ones((2, 5), np.uint8)}, "labels has dtype uint8: make it int32"),
         ({"document_ids": np.ones((2, 5))}, "document_ids has dtype float64: make it int32"),
+        ({"labels": np.ones((2, 5), bool)}, "labels has dtype bool: make it int32"),
+        ({"labels": np.ones((2, 5, 1), int)}, r"it must be \[B, S\]"),
+        ({"padding_mask": np.ones(5, bool)}, "stream 'padding_mask' has shape"),
+        ({"position_ids": np.full((2, 5), 2**64 - 1, np.uint64)}, "up to 18446744073709551615, which int32 does not"),
+        ({"document_ids": np.full((2, 5), -(2**63))}, "up to -9223372036854775808, which int32 does not"),
     ],
 )
 def test_mismatched_or_undeclared_streams_raise_one_sentence(extra, message):
@@ -116,5 +121,19 @@ def test_other_misuse_raises():
         make_batch({"input_ids": IDS[0]}, Identity())
     with pytest.raises(ValueError, match="cpjax's own"):
         make_batch({"input_ids": IDS}, Identity(), streams={"labels": Stream(1, 0)})
-    with pytest.raises(ValueError, match="at least one token"):
-        make_batch({"input_ids": np.zeros((2, 0), int)}, Identity())
+    for shape in ((2, 0), (0, 2), (0, 0)):
+        with pytest.raises(ValueError, match="at least one row, and at least one token"):
+            make_batch({"input_ids": np.zeros(shape, int)}, Identity())
+
+
+def test_numbers_at_the_ends_of_int32_stay():
+    least, most = -(2**31), 2**31 - 1
+    given = {"input_ids": [[0, 1, 2]], "vision_group_ids": [[least, most, 0]], "document_ids": [[least, most, most]]}
+    for layout in (Zigzag(2), layout_from_name("packed", 2)):
+        batch, _ = make_batch({name: np.array(x) for name, x in given.items()}, layout)
+        there = ~batch["padding_mask"]
+        assert batch["input_ids"][there].tolist() == [1, 2], "a document id below 1 is a pad"
+        assert batch["vision_group_ids"][there].tolist() == [most, 0]
+    small = {"input_ids": np.array([[7, 255]], np.uint8), "document_ids": np.array([[1, 2]], np.uint8)}
+    batch, _ = make_batch(small, Zigzag(1))
+    assert batch["input_ids"].dtype == batch["document_ids"].dtype == np.int32 and batch["input_ids"][0, 1] == 255

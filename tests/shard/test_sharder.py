@@ -105,6 +105,21 @@ def test_i6_every_other_length_raises(length, given_length):
     assert_every_other_length_raises(sharder, np.zeros((2, given_length)))
 
 
+@pytest.mark.parametrize(("layout", "length"), [(Contiguous(2), 1), (Zigzag(2), 2), (Zigzag(2, multiple=4), 4)])
+def test_a_second_shard_is_noticed_where_a_rank_holds_as_many_tokens_as_the_caller(layout, length):
+    """T = cp S: lengths do not tell, but what varies over the ranks does."""
+    sharder = make_sharder(length, layout)
+    assert sharder.local_length == sharder.length == length
+    x = jnp.arange(1.0, 1 + length)[None]
+    with pytest.raises(
+        ValueError, match=f"shard was given {length} tokens that are not the same on all ranks"
+    ) as error:
+        on_ranks(2, lambda x: sharder.shard(sharder.shard(x, fill=0), fill=0), x)
+    assert "\n" not in str(error.value)
+    again = on_ranks(2, lambda x: sharder.gather(sharder.shard(x * x, fill=0))[None], x)
+    np.testing.assert_array_equal(again, np.stack([x * x] * 2))
+
+
 def test_lengths_are_integers():
     with pytest.raises(ValueError, match=r"length 7\.5"):
         make_sharder(7.5, Zigzag(2))
