@@ -44,7 +44,6 @@ from cpjax.train.step import (
     init_state,
     make_train_step,
     merge_model,
-    place_arrays,
     place_batch,
     split_model,
 )
@@ -227,9 +226,7 @@ def train(config: Config, devices: str) -> int:
         save_pretrained(model, export, companions=config.model.path or None)
         if is_first():
             task.write_card(export, result, name)
-    _, *initial = split_model(make_base(config, task.model_config, mesh))
-    _, *final = split_model(model)
-    changes = relative_change(place_arrays(initial[0] | initial[1], mesh), final[0] | final[1], names)
+    changes = relative_change(make_base(config, task.model_config, mesh), model, names, mesh)
     say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
         + " (change since the start, relative to the norm)")  # fmt: skip
     for line in held_out(result):

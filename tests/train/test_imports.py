@@ -146,8 +146,8 @@ class Payload:
 
 def test_neither_cards_nor_saved_batches_do(evil, tmp_path):
     tag = f"!!python/object/apply:{MODULE}.call []"
-    for data in (tag, f"{{class_path: {MODULE}.Evil}}", f"{{images: {tag}}}"):
-        (tmp_path / "README.md").write_text(f"---\ncpjax: {{data: {data}}}\n---\n")
+    for data in (tag, f"{{class_path: {MODULE}.Evil}}", f"{{images: {tag}}}", f"{{images: {MODULE}.Evil}}"):
+        (tmp_path / "README.md").write_text(f"---\ntags: [cpjax]\ncpjax: {{data: {data}}}\n---\n")
         with evil(), pytest.raises(ValueError, match="does not say which documents"):
             read_data_config(tmp_path / "README.md")
     file = tmp_path / "nonfinite-1.npz"

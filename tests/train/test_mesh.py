@@ -1,5 +1,6 @@
 """Meshes and devices."""
 
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from cpjax.mesh import make_mesh
 from cpjax.models.common.sharding import check_tp, parameter_sharding
+from cpjax.train.devices import _spare_cuda
 
 from . import small
 
@@ -62,3 +64,16 @@ def test_virtual_devices_without_a_flag(flag, devices):
     )
     said, count = result.stdout.splitlines()
     assert said.startswith("4 virtual CPU devices") and int(count) == devices
+
+
+def test_cuda_is_looked_for_where_there_is_a_gpu(tmp_path, monkeypatch):
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    for device in ("nvidia0", "nvidiactl", "dxg"):
+        (tmp_path / device).mkdir(parents=True)
+        (tmp_path / device / device).touch()
+        monkeypatch.delenv(name, raising=False)
+        _spare_cuda(tmp_path / device)
+        assert name not in os.environ
+    _spare_cuda(tmp_path / "none")
+    assert os.environ[name] == "1"
+    monkeypatch.delenv(name)

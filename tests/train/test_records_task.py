@@ -17,6 +17,7 @@ from cpjax.shard import IGNORE, Packed, layout_from_name
 from cpjax.train import records_task
 from cpjax.train.config import Config, MeshConfig, ModelConfig, RunConfig, parse_config
 from cpjax.train.data import RecordsConfig
+from cpjax.train.evaluate import read_data_config
 from cpjax.train.records_task import RecordsTask, by_set
 from cpjax.train.step import split_model
 from cpjax.train.task import open_task
@@ -190,6 +191,8 @@ def test_the_card_says_what_it_was_trained_on(folder, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert card.startswith("---\n") and "train.jsonl" in card and "- held-out loss, two: 0.2500" in card
     assert "- loss" not in card
+    with pytest.raises(ValueError, match=r"was trained on records of its own, .* --records.held_out and --records.ans"):
+        read_data_config(tmp_path / "README.md")
 
 
 def test_companions_are_copied_and_an_export_is_replaced(folder, tmp_path):
