@@ -168,9 +168,8 @@ def analyse(compiled: jax.stages.Compiled, gpu: str = "h200") -> Report:
 
 
 _KINDS = "collective-permute|all-gather|all-reduce|reduce-scatter|all-to-all"
+_OTHERS = "collective-broadcast|ragged-all-to-all"
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*)$")
-_WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
-_WIDTHS |= {"f64": 8, "s64": 8, "u64": 8, "c64": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +181,20 @@ class _Instruction:
 
     @property
     def calls(self) -> list[str]:
-        return re.findall(r"(?:calls|body|to_apply|branch_computations=\{)=?%?([\w.-]+)", self.rest)
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)  # of a conditional all are counted
+        return re.findall(r"(?:calls|body|to_apply)=%?([\w.-]+)", self.rest) + re.findall(
+            r"%?([\w.-]+)", branches[1] if branches else ""
+        )
 
 
 def find_collectives(text: str) -> list[Collective]:
-    """The collectives of a scheduled HLO module, whose instructions are in the order of execution."""
+    """The collectives of a scheduled HLO module, whose instructions are in the order of execution.
+
+    Raises:
+        ValueError: a collective whose bytes cannot be told: of a kind, a data type or groups that are not known here.
+    """
+    partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+    devices = int(partitions[1]) if partitions else 1
     computations, entry = _parse(text)
     times = {entry: 1}
     for name in _callers_first(computations, entry):
@@ -211,7 +219,7 @@ def find_collectives(text: str) -> list[Collective]:
                 for other in instructions[position + 1 : done]
                 if _does_work(other, heavy) and _collective(other, computations) is None
             )
-            found.append(Collective(_kind(collective), times[name], _bytes_sent(collective), beside))
+            found.append(Collective(_kind(collective), times[name], _bytes_sent(collective, devices), beside))
     return found
 
 
@@ -258,6 +266,8 @@ def _does_work(instruction: _Instruction, heavy: set[str]) -> bool:
 
 def _collective(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> _Instruction | None:
     """The collective that an instruction is, or starts; None for others."""
+    if re.fullmatch(rf"({_OTHERS})(-start)?", instruction.op):
+        raise ValueError(f"what a {instruction.op} sends is not known here: {_said(instruction)}")
     if re.fullmatch(rf"({_KINDS})(-start)?", instruction.op):
         return instruction
     if instruction.op == "async-start":
@@ -280,24 +290,77 @@ def _label(instruction: _Instruction) -> str:
     return f"{instruction.op} {instruction.name}"
 
 
-def _bytes_sent(collective: _Instruction) -> int:
+def _said(instruction: _Instruction) -> str:
+    """The beginning of its line in the program's text."""
+    return f"%{instruction.name} = {instruction.shape} {instruction.op}({instruction.rest}"[:300]
+
+
+def _bytes_sent(collective: _Instruction, devices: int) -> int:
     """What one member of the group sends; several arrays may go in one collective."""
+    shape, started = collective.shape, collective.op.endswith("-start")
+    if _kind(collective) == "collective-permute":
+        shape = re.sub(r"(, u32\[\]){2}\)$", ")", shape)  # handles that some backends add
     total = sum(
-        math.prod(map(int, dimensions.split(","))) * _WIDTHS.get(dtype, 4)
-        for dtype, dimensions in re.findall(r"\b([a-z]+\d*)\[([\d,]+)\]", collective.shape)
-    )
-    members = len((re.search(r"replica_groups=\{\{([\d,]+)\}", collective.rest) or ["", "0"])[1].split(","))
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]", collective.rest):
-        members = int(iota[2])
+        math.prod(int(size) for size in dimensions.split(",") if size) * _bits(dtype, collective)
+        for dtype, dimensions in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
+    )  # of a start, operands and results, but for all-reduce; of the others results alone
+    if _kind(collective) == "collective-permute":
+        return total // (16 if started else 8)
+    members = _members(collective, devices)
     others = members - 1
-    return {  # the shape of a start holds operands and results, but for all-reduce; that of the others results alone
-        "collective-permute-start": total // 2,
-        "collective-permute": total,
-        "all-gather-start": total * others // (members + 1),
-        "reduce-scatter": total * others,
-        "all-reduce-start": 2 * total * others // members,
-        "all-reduce": 2 * total * others // members,
-    }.get(collective.op, total * others // members)
+    share = {  # of the total
+        "all-gather": others / members,
+        "all-gather-start": others / (members + 1),
+        "reduce-scatter": others,
+        "reduce-scatter-start": others / (members + 1),
+        "all-reduce": 2 * others / members,
+        "all-reduce-start": 2 * others / members,
+        "all-to-all": others / members,
+        "all-to-all-start": others / members / 2,
+    }[collective.op]
+    return round(total * share / 8)
+
+
+def _bits(dtype: str, collective: _Instruction) -> int:
+    """Of a number: the type's name begins with them, as in bf16, s8 or f8e4m3fn."""
+    if dtype == "pred":
+        return 8
+    bits = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
+    if bits is None:
+        raise ValueError(f"the data type {dtype} is not known here: {_said(collective)}")
+    return int(bits[1])
+
+
+_AXIS = r"'((?:[^'\\]|\\.)*)'"
+_MESH = re.compile(
+    rf"mesh\[((?:{_AXIS}=\d+,?)*)\](?:, device_ids=\((?:[^()]|\([^()]*\))*\))? \{{((?:{_AXIS}(?::\(\d+\)\d+)?,?)+)\}}"
+)
+
+
+def _members(collective: _Instruction, devices: int) -> int:
+    """How many devices exchange something with each other, of all those of the program.
+
+    XLA lists the groups, as `{{0,1},{2,3}}` or `{}` for one of all devices; counts off groups of one size, as
+    `[4,2]<=[2,4]T(1,0)`; or names the mesh axes that a group extends over, as `mesh['a'=2,'b'=8] {'a','b':(2)4}`, where
+    4 is the size of a part of the axis b.
+
+    Raises:
+        ValueError: groups in none of these forms.
+    """
+    text = collective.rest.partition("replica_groups=")[2]
+    if re.match(r"\{\}", text):
+        return devices
+    if listed := re.match(r"\{(\{\d+(?:,\d+)*\}(?:,\{\d+(?:,\d+)*\})*)\}", text):
+        return max(len(group.split(",")) for group in listed[1].split("},"))
+    if counted := re.match(r"\[\d+,(\d+)\]<=\[", text):
+        return int(counted[1])
+    if named := _MESH.match(text):
+        sizes = {name: int(size) for name, size in re.findall(rf"{_AXIS}=(\d+)", named[1])}
+        axes = re.findall(rf"{_AXIS}(?::\(\d+\)(\d+))?", named[3])
+        if all(name in sizes for name, _ in axes):
+            return math.prod(int(part) if part else sizes[name] for name, part in axes)
+    groups = text[:100] or "none"
+    raise ValueError(f"groups of devices are not known here as they are written, {groups}: {_said(collective)}")
 
 
 def main() -> int:

@@ -1,8 +1,13 @@
 """Plans: what is read off a compiled program, and what the ring compiles to for eight GPUs that are not here."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,6 +73,160 @@ def test_collectives_their_times_bytes_and_what_runs_beside_them():
         Collective("reduce-scatter", 1, 8 * 4 * 4 * 3 // 4, ("__cudnn$fmhaSoftmax",)),
         Collective("all-reduce", 1, 2 * 8 * 4 * 4 // 2, ()),
     }
+
+
+LINES = """HloModule jit_f, is_scheduled=true, num_partitions={devices}
+
+ENTRY %main (p: f32[8,4]) -> f32[8,4] {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  {line}
+  ROOT %out = f32[8,4]{{1,0}} copy(%p)
+}}
+"""
+
+
+def sent(line, devices=8):
+    """Kind and bytes of the one collective in a line of a program."""
+    [collective] = find_collectives(LINES.format(line=line, devices=devices))
+    return collective.kind, collective.bytes
+
+
+COMPILED = {
+    # jax 0.10.2, CPU
+    "%a = f32[128,4]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}, "
+    "use_global_device_ids=true": ("all-gather", 128 * 4 * 4 // 2),
+    "%a = f32[16,64]{1,0} all-gather(%p), channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}": (
+        "all-gather", 16 * 64 * 4 // 2),
+    "%a = (f32[1,8,1,32]{3,2,1,0}, f32[1,8,1,32]{3,2,1,0}) all-to-all(%x, %y), channel_id=1, "
+    "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_2'}": ("all-to-all", 8 * 32 * 4),
+    "%a = f32[64,64]{1,0} all-gather(%p), channel_id=1, replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, "
+    "dimensions={0}": ("all-gather", 64 * 64 * 4 * 7 // 8),
+    # jax 0.12.0, CPU
+    "%a = (f32[1,8,1,32]{3,2,1,0}, f32[1,8,1,32]{3,2,1,0}) all-to-all(%x, %y), channel_id=1, "
+    "replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}": ("all-to-all", 8 * 32 * 4),
+    "%a = f32[64,4]{1,0} all-reduce(%p), channel_id=1, replica_groups=mesh['dp'=2,'cp'=2,'tp'=2] {'dp','cp','tp'}, "
+    "use_global_device_ids=true, to_apply=%region_0.0": ("all-reduce", 2 * 64 * 4 * 4 * 7 // 8),
+    # jax 0.12.0, H200
+    "%a = ((f32[64,4]{1,0}), f32[8,4]{1,0}) reduce-scatter-start(%p), channel_id=1, replica_groups=mesh['cp'=8] "
+    "{'cp'}, dimensions={0}, to_apply=%region_1.0": ("reduce-scatter", 8 * 4 * 4 * 7),
+    "%a = ((f32[64,4]{1,0}), f32[64,4]{1,0}) all-to-all-start(%p), channel_id=1, replica_groups=mesh['cp'=4,'fsdp'=2] "
+    "{'fsdp'}, dimensions={0}": ("all-to-all", 64 * 4 * 4 // 2),
+    # as XLA's own tests write them
+    "%a = bf16[4]{0} all-gather(%p), replica_groups=mesh['a'=2,'b'=4,'c'=4,'d'=2], device_ids=([4,16]T(1,0)) "
+    "{'a','b':(1)2,'d'}, dimensions={0}": ("all-gather", 4 * 2 * 7 // 8),
+    "%a = bf16[4]{0} all-gather(%p), replica_groups=mesh['x'=2,'y'=2], device_ids=(0,2,1,3) {'y'}, dimensions={0}": (
+        "all-gather", 4),
+    "%a = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%region_0.0": ("all-reduce", 2 * 32 * 7 // 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", COMPILED)
+def test_bytes_of_lines_of_both_versions(line):
+    assert sent(line) == COMPILED[line]
+
+
+def test_numbers_of_any_width_and_scalars_count():
+    def all_reduce(shape):
+        return sent(f"%a = {shape} all-reduce(%p), replica_groups={{{{0,1}}}}, to_apply=%f")[1]
+
+    widths = {"f8e4m3fn": 1, "pred": 1, "s4": 0.5, "bf16": 2, "u32": 4, "c128": 16, "f32": 4}
+    assert {dtype: all_reduce(f"{dtype}[8,3]{{1,0}}") / 24 for dtype in widths} == widths
+    assert all_reduce("f32[]") == 4 and all_reduce("(f32[2]{0}, bf16[])") == 10
+    assert sent("%a = (s8[6], s8[6], u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}")[1] == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%a = f32[8] all-reduce(%p), replica_groups=V9<0:8>, to_apply=%f", r"groups of devices .*V9<0:8>"),
+        ("%a = f32[8] all-reduce(%p), replica_groups=mesh['a'=8] {'b'}, to_apply=%f", "groups of devices .* {'b'}"),
+        ("%a = f32[8] all-reduce(%p), replica_groups=mesh['a'=8] 'a', to_apply=%f", "groups of devices .* 'a'"),
+        ("%a = f32[8] all-gather(%p), dimensions={0}", "groups of devices"),
+        ("%a = nvfp[8] all-reduce(%p), replica_groups={{0,1}}, to_apply=%f", "the data type nvfp is not known"),
+        ("%a = f32[8] ragged-all-to-all(%p), replica_groups={{0,1}}", "what a ragged-all-to-all sends is not known"),
+    ],
+)
+def test_what_is_not_known_is_an_error_and_not_nothing(line, words):
+    with pytest.raises(ValueError, match=words):
+        sent(line)
+
+
+MESHES = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= 8)
+
+
+@st.composite
+def axes_of_meshes(draw):
+    """Sizes of the axes of a mesh, and some of these axes."""
+    sizes = draw(MESHES)
+    return sizes, draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, unique=True))
+
+
+@given(axes_of_meshes(), st.sampled_from(["", ", device_ids=([2,4]T(1,0))", ", device_ids=(1,0)"]))
+def test_all_ways_to_write_groups_say_the_same(chosen, order):
+    sizes, axes = chosen
+    devices, members = math.prod(sizes), math.prod(sizes[axis] for axis in axes)
+    turned = [axis for axis in range(len(sizes)) if axis not in axes] + axes
+    groups = np.arange(devices).reshape(sizes).transpose(turned).reshape(-1, members).tolist()
+    listed = "},{".join(",".join(map(str, group)) for group in groups)
+    extents, permutation = ",".join(map(str, sizes)), ",".join(map(str, turned))
+    names = ",".join(f"'it\\'s {axis}'={size}" for axis, size in enumerate(sizes))
+    whole = ",".join(f"'it\\'s {axis}'" for axis in axes)
+    parts = ",".join(
+        f"'a':({math.prod(sizes[:axis])}){sizes[axis]}" for axis in axes
+    )  # of one axis that holds them all
+    forms = [
+        f"{{{{{listed}}}}}", f"[{devices // members},{members}]<=[{extents}]T({permutation})",
+        f"mesh[{names}]{order} {{{whole}}}", f"mesh['a'={devices}]{order} {{{parts}}}",
+    ]  # fmt: skip
+    forms += ["{}"] if members == devices else []
+    for form in forms:
+        line = f"%a = s8[{members * 6}]{{0}} all-gather(%p), channel_id=1, replica_groups={form}, dimensions={{0}}"
+        assert sent(line, devices) == ("all-gather", 6 * (members - 1)), form
+
+
+@settings(max_examples=8)
+@given(axes_of_meshes(), st.sampled_from(["float32", "int8"]))
+def test_collectives_of_compiled_programs_on_any_axes_of_a_mesh(chosen, dtype):
+    sizes, axes = chosen
+    names = tuple("abc"[: len(sizes)])
+    over, members = tuple(names[axis] for axis in axes), math.prod(sizes[axis] for axis in axes)
+    mesh = jax.make_mesh(sizes, names, devices=jax.devices()[: math.prod(sizes)])
+
+    def f(x):
+        each = jax.lax.psum(x, over), jax.lax.all_gather(x, over, tiled=True)
+        each += jax.lax.psum_scatter(x, over, tiled=True), jax.lax.all_to_all(x, over, 0, 0, tiled=True)
+        return tuple(array + x.dtype.type(n + 1) for n, array in enumerate(each))
+
+    specs = {"in_specs": P(names), "out_specs": (P(names),) * 4}
+    x = jax.ShapeDtypeStruct((24 * math.prod(sizes), 5), dtype, sharding=NamedSharding(mesh, P(names)))
+    compiled = jax.jit(jax.shard_map(f, mesh=mesh, check_vma=False, **specs)).lower(x).compile()
+    bytes_, others = 24 * 5 * np.dtype(dtype).itemsize, members - 1
+    found = {(c.kind, c.bytes) for c in find_collectives(compiled.as_text()) if c.bytes}
+    wanted = {
+        ("all-reduce", 2 * bytes_ * others // members), ("all-gather", bytes_ * others),
+        ("reduce-scatter", bytes_ * others // members), ("all-to-all", bytes_ * others // members),
+    }  # fmt: skip
+    assert found == (wanted if others else set())
+
+
+def test_branches_of_a_conditional_count():
+    text = HLO.replace(
+        "%sum.1 = ", "%choice = f32[8,4]{1,0} conditional(%p, %p, %p), branch_computations={%x, %y}\n  %sum.1 = "
+    )
+    text = text.replace(
+        "%condition (d",
+        """%x (e: f32[8,4]) -> f32[8,4] {
+  ROOT %e = f32[8,4]{1,0} parameter(0)
+}
+
+%y (e: f32[8,4]) -> f32[8,4] {
+  %e = f32[8,4]{1,0} parameter(0)
+  ROOT %g = f32[8,4]{1,0} all-to-all(%e), replica_groups={{0,1}}, dimensions={0}
+}
+
+%condition (d""",
+    )
+    assert set(find_collectives(text)) - set(find_collectives(HLO)) == {Collective("all-to-all", 1, 64, ())}
 
 
 def test_a_report_says_what_is_exposed_and_what_does_not_fit():

@@ -34,8 +34,16 @@ FREE = {
     "mesh", "plan", "model.remat", "lora.merge", "run.out", "run.resume", "run.accumulate", "run.max_nonfinite",
     "run.eval_every", "run.eval_batches", "run.save_every", "run.keep", "run.keep_best", "run.tensorboard", "run.wandb",
     "run.profile", "records.workers", "records.held_out", "records.answers", "records.max_new_tokens",
+    "records.broken", "records.shapes",
 }  # fmt: skip
-"""Sections and options that may change on resume: they do not decide the numbers."""
+"""Sections and options that may change on resume: they decide neither the numbers, but for rounding, nor which records
+come when. A record that turns out to be damaged while training leaves a gap: the others stay where they were packed."""
+
+DECIDE = {
+    "records": "which records come when", "data": "the documents", "run.batch_size": "which rows make a step",
+    "run.seed": "weights and order", "run.steps": "the learning rate of each step",
+}  # fmt: skip
+"""What other options decide, by section or name; all not listed: how parameters change."""
 
 PATHS = ("model.path", "lora.path", "distill.teacher", "records.files", "records.held_out", "run.out")
 """Options that name files; a run keeps them absolute, so that it can be resumed from any working directory."""
@@ -78,8 +86,9 @@ def check_folder(config: Config) -> None:
     differences = _differences(_read_options(saved), _anchored(config.to_dict()))
     if differences:
         raise ValueError(
-            f"the run in {out} was started with other options: {'; '.join(differences)}; give the old values, or name "
-            "another folder with --run.out"
+            f"the run in {out} was started with other options: {'; '.join(differences.values())}; they decide "
+            f"{', '.join(dict.fromkeys(map(_decided, differences)))}, so give the old values, or name another folder "
+            "with --run.out"
         )
 
 
@@ -148,15 +157,22 @@ def _anchored(options: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return options
 
 
-def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> list[str]:
+def _differences(old: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What is said of each option that differs and may not."""
     names = {f"{section}.{name}" for options in (old, new) for section in options for name in options[section]}
-    texts = []
+    files = [bool(options.get("records", {}).get("files")) for options in (old, new)]
+    unused = "data" if all(files) else "records" if not any(files) else None
+    texts = {}
     for name in sorted(names):
         section, option = name.split(".")
         values = [options.get(section, {}).get(option) for options in (old, new)]
-        if section not in FREE and name not in FREE and values[0] != values[1]:
-            texts.append(f"{name} was {values[0]} and is now {values[1]}")
+        if section != unused and section not in FREE and name not in FREE and values[0] != values[1]:
+            texts[name] = f"{name} was {values[0]} and is now {values[1]}"
     return texts
+
+
+def _decided(name: str) -> str:
+    return DECIDE.get(name) or DECIDE.get(name.split(".")[0], "how parameters change")
 
 
 class Checkpoints:

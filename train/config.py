@@ -7,11 +7,12 @@ import difflib
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import SUPPRESS, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse.typing import register_type
 
 from cpjax.train.data.options import RecordsConfig
 
@@ -371,8 +372,14 @@ for GPUs, of which none need be here, to say what memory, traffic and time it ta
 
 
 def make_parser() -> ArgumentParser:
-    """The command line: one option per field, its help the text below the field."""
+    """The command line: one option per field, its help the text below the field.
+
+    Every option holds numbers, texts, or lists of them or of `ParameterGroup`, which `_group` reads; none holds a class
+    or a function, and a section is no option of its own. So there is nothing for which the parser would import what a
+    value names, such as a `class_path`.
+    """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    register_type(ParameterGroup, dataclasses.asdict, _group)
     parser = ArgumentParser(
         prog="python -m cpjax.train",
         usage="python -m cpjax.train [--config FILE] [--section.option VALUE ...]",
@@ -381,13 +388,30 @@ def make_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", metavar="FILE", help="YAML file of options, in sections as below.")
-    parser.add_class_arguments(Config, as_group=False)
+    for field in dataclasses.fields(Config):
+        section: Any = field.default_factory
+        group = parser.add_argument_group((section.__doc__ or "").strip().split("\n")[0])
+        group.add_class_arguments(section, field.name, as_group=False)
     for action in parser._actions:
-        if action.dest in {field.name for field in dataclasses.fields(Config)}:
-            action.help = SUPPRESS  # whole sections come from --config
-        elif "." in action.dest and not action.choices:
+        if "." in action.dest and not action.choices:
             action.metavar = "VALUE"
     return parser
+
+
+def _group(given: Any) -> ParameterGroup:
+    """The group that a mapping describes, in which null stands for the default; raises ValueError."""
+    if isinstance(given, ParameterGroup):
+        return given
+    names = [field.name for field in dataclasses.fields(ParameterGroup)]
+    keys = [str(key) for key in given] if isinstance(given, Mapping) else [repr(given)]
+    if "pattern" not in keys or not set(keys) <= set(names):
+        raise ValueError(f"a group has a pattern, and perhaps {' and '.join(names[1:])}, not {', '.join(keys)}")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ParameterGroup, as_group=False)
+    try:
+        return ParameterGroup(**vars(parser.parse_object({key: given[key] for key in given if given[key] is not None})))
+    except Exception as error:  # as in `parse_config`
+        raise ValueError(_sentence(str(error), parser)) from None
 
 
 def parse_command(arguments: Sequence[str]) -> tuple[str, Config]:
@@ -428,8 +452,6 @@ def parse_config(arguments: Sequence[str]) -> Config:
         values, options = vars(parsed[field.name]), field.default_factory
         if empty := [name for name, value in values.items() if value is None and getattr(options, name, 0) is not None]:
             raise ValueError(f"--{field.name}.{empty[0]} has no value: give one, or drop it to have the default")
-        if field.name == "optimizer":
-            values["groups"] = [ParameterGroup(**vars(group)) for group in values["groups"]]
         sections[field.name] = options(**values)  # type: ignore
     return Config(**sections)
 
@@ -479,16 +501,16 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     """jsonargparse's message as one sentence in the words of the command line."""
     message = " ".join(message.split())
     options = [option for action in parser._actions for option in action.option_strings]
-    if unknown := re.match(r"unrecognized arguments: (\S+)", message):
-        name = unknown[1].split("=")[0]
+    if unknown := re.match(r"unrecognized arguments: (\S+)|Option '(\S+)' is not accepted", message):
+        name = unknown[1].split("=")[0] if unknown[1] else f"--{unknown[2]}"
         close = difflib.get_close_matches(name, options, n=1)
         hint = f"did you mean {close[0]}?" if close else "--help lists all options"
         return f"unknown option {name}: {hint}"
     message = re.sub(r"Parser key \"(\S+)\":", r"bad value for --\1:", message)
     message = re.sub(r"Does not validate .*?(Expected an? <class '\w+'>).*Given value:", r"\1. Got value:", message)
     message = re.sub(r"Expected an? (?:<class '(\w+)'>|(\S.*?))\. Got value: ?", _expected, message)
-    unspaced = r"Problem with given class_path \S+: Option '(\w+):(\S+)' is not accepted"
-    message = re.sub(unspaced, r"write \1: \2, with a space after the colon", message)
+    message = re.sub(r"(--optimizer.groups: )Not of type ParameterGroup: (bad value for --)?", r"\1", message)
+    message = re.sub(r", not pattern:(\S+?)(, .*)?$", r": write pattern: \1, with a space after the colon", message)
     if "--optimizer.groups" in message:
         message = message.replace("[a, b]", "[{pattern: visual, lr_scale: 0.1}], with a space after each colon")
     return message[:400]

@@ -31,6 +31,7 @@ def set_up_devices(count: int, processes: int = 1) -> str:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache))
     _prepare_virtual(-(-count // processes))
+    _spare_cuda(pathlib.Path("/dev"))
     found = jax.devices()
     kind = found[0].platform
     if processes > 1:
@@ -68,3 +69,16 @@ def _prepare_virtual(count: int) -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
     if "xla_force_host_platform_device_count" not in flags:  # the user's own number stands
         jax.config.update("jax_num_cpu_devices", min(count, MAX_VIRTUAL))
+
+
+def _spare_cuda(devices: pathlib.Path) -> None:
+    """Has JAX's CUDA plugin not look for CUDA's libraries on a machine without an NVIDIA GPU.
+
+    The extra `plan` brings the plugin without them, and JAX would print the plugin's traceback in every run. JAX does
+    not start CUDA there anyway. Where there is a GPU, what the plugin misses is said.
+
+    Args:
+        devices: folder of the system's devices.
+    """
+    if not any((devices / name).exists() for name in ("nvidia0", "nvidiactl", "dxg")):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import functools
 import math
 import pathlib
@@ -173,12 +174,20 @@ def read_data_config(card: pathlib.Path) -> DataConfig:
     """The data options in the header of a model card.
 
     Raises:
-        ValueError: no such file or header.
+        ValueError: no such file or header, or one of a model that was trained on records.
     """
-    header = card.read_text().split("---\n")[1] if card.is_file() else ""
     try:
-        return DataConfig(**yaml.safe_load(header)["cpjax"]["data"])
-    except (yaml.YAMLError, TypeError, KeyError):
+        header = yaml.safe_load(card.read_text().split("---\n")[1] if card.is_file() else "")
+        if "cpjax" in header["tags"] and "cpjax" not in header:
+            raise ValueError(
+                f"{card.parent} was trained on records of its own, and this command asks about the handwritten digits "
+                "of the default job: to measure it, give a run --records.held_out and --records.answers"
+            )
+        data = DataConfig(**header["cpjax"]["data"])
+        if not all(isinstance(value, int) for value in dataclasses.astuple(data)):
+            raise TypeError
+        return data
+    except (yaml.YAMLError, TypeError, KeyError, IndexError, UnicodeDecodeError):
         raise ValueError(
             f"{card} does not say which documents the model was trained on: give the export of a cpjax run"
         ) from None

@@ -30,13 +30,14 @@ from cpjax.shard import layout_from_name
 from cpjax.train.ahead import ahead_weight, freeze_patterns, without_heads
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, shapes_of
 from cpjax.train.config import Config
+from cpjax.train.data import RecordError
 from cpjax.train.distill import load_teacher
-from cpjax.train.errors import computing
+from cpjax.train.errors import InputError, computing, sentence
 from cpjax.train.logs import Logs, Trace, check_packages
 from cpjax.train.lora import add_adapters, load_adapter, merge_adapters, save_adapter, weight_table
 from cpjax.train.metrics import draw_metrics, read_metrics
 from cpjax.train.optimizer import make_optimizer, make_schedule
-from cpjax.train.processes import everywhere, is_first, meet, together
+from cpjax.train.processes import everywhere, first_text, is_first, meet, together
 from cpjax.train.progress import Speed, held_out, show_progress
 from cpjax.train.report import describe_parameters, relative_change
 from cpjax.train.step import (
@@ -44,7 +45,6 @@ from cpjax.train.step import (
     init_state,
     make_train_step,
     merge_model,
-    place_arrays,
     place_batch,
     split_model,
 )
@@ -63,6 +63,7 @@ def train(config: Config, devices: str) -> int:
     Raises:
         ValueError: options that do not fit each other, the devices, or the run in the output folder; nothing has been
             written then.
+        InputError: data turned out to be bad while it trained; what was trained is saved.
     """
     console = Console(highlight=False, soft_wrap=True, quiet=not is_first())
     say = console.print
@@ -160,6 +161,9 @@ def train(config: Config, devices: str) -> int:
         peak = config.optimizer.lr * run.steps / config.optimizer.warmup
         say(f"warmup      {config.optimizer.warmup} steps, all of the run: the learning rate only grows, to {peak:.3g}")
 
+    python = shlex.quote(os.path.relpath(sys.executable) if sys.prefix.startswith(os.getcwd()) else sys.executable)
+    resume = f"{python} -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
+
     broken = False
     with (
         computing(),
@@ -175,20 +179,36 @@ def train(config: Config, devices: str) -> int:
             trace.begin(step)
             state, metrics = train_step(state, place_batch(batch, mesh), sharder, teacher)
             used, position = batch, task.state()
-            batch, sharder = task.next_batch()  # while the devices work
+            problem: InputError | OSError | None = None
+            try:
+                if step < run.steps:
+                    batch, sharder = task.next_batch()  # while the devices work
+            except (InputError, OSError) as error:
+                problem = error
             record: dict[str, Any] = {"step": step} | {name: float(value) for name, value in metrics.items()}
             record |= speed.record(used, record["tokens"], time.perf_counter() - started)
             trace.end(step)
             broken = record["nonfinite"] >= run.max_nonfinite
             signals = everywhere(caught)
-            stop = bool(signals) or broken or step == run.steps
             if step % run.eval_every == 0 or step == run.steps:
-                record |= evaluate(state.best, state.frozen)
+                try:
+                    record |= evaluate(state.best, state.frozen)
+                except (InputError, OSError) as error:
+                    problem = problem or error
+            reason = first_text(sentence(problem) if problem else "")
+            stop = bool(signals or reason) or broken or step == run.steps
             if log:
                 log.write(record)
             if step % run.save_every == 0 or stop or checkpoints.is_best(record):
                 checkpoints.save(state, step, record, position)
             advance(record)
+            if reason:
+                skip = isinstance(problem, RecordError) and config.records.broken != "skip"
+                raise InputError(
+                    f"{reason}; stopped after step {step}, which is saved: mend the data"
+                    + (", or add --records.broken skip," if skip else "")
+                    + f" and continue with {resume}"
+                ) from problem
             if stop:
                 break
 
@@ -203,8 +223,6 @@ def train(config: Config, devices: str) -> int:
             f"{done}, as the training step takes it, in {replay}"
         )
         return 1
-    python = shlex.quote(os.path.relpath(sys.executable) if sys.prefix.startswith(os.getcwd()) else sys.executable)
-    resume = f"{python} -m cpjax.train --config {shlex.quote(str(out / 'config.yaml'))} --run.resume true"
     if done < run.steps:
         say(f"stopped by {signals[0].name} after step {done}, which is saved; continue with\n{resume}")
         return 128 + signals[0]
@@ -227,9 +245,7 @@ def train(config: Config, devices: str) -> int:
         save_pretrained(model, export, companions=config.model.path or None)
         if is_first():
             task.write_card(export, result, name)
-    _, *initial = split_model(make_base(config, task.model_config, mesh))
-    _, *final = split_model(model)
-    changes = relative_change(place_arrays(initial[0] | initial[1], mesh), final[0] | final[1], names)
+    changes = relative_change(make_base(config, task.model_config, mesh), model, names, mesh)
     say("moved       " + ", ".join(f"{part} {change:.2g}" for part, change in changes.items())
         + " (change since the start, relative to the norm)")  # fmt: skip
     for line in held_out(result):

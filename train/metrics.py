@@ -51,17 +51,16 @@ def draw_metrics(records: list[dict[str, Any]], path: pathlib.Path, title: str) 
         [(record["step"], record[f"held_out_{name}"]) for record in records if f"held_out_{name}" in record]
         for name in ("loss", "accuracy", "exact")
     )
-    loss_axes.plot(steps, [record["loss"] for record in records], color="tab:blue", lw=1)
-    if losses:
-        loss_axes.plot(*zip(*losses, strict=True), "o-", color="tab:orange")
-    loss_axes.set(xlabel="step", ylabel="training loss (nats per answer token)", ylim=(0, None))
-    accuracy_axes.plot(
-        steps, [record["accuracy"] for record in records], color="tab:blue", lw=1, label="training tokens"
-    )
-    if answers := accuracies or exact:
-        accuracy_axes.plot(*zip(*answers, strict=True), "o-", color="tab:orange", label="held-out answers")
+    for axes, name, held_out, word in (
+        (loss_axes, "loss", losses, "held out"),
+        (accuracy_axes, "accuracy", accuracies or exact, "held-out answers"),
+    ):
+        axes.plot(steps, [record[name] for record in records], color="tab:blue", lw=1, label="training tokens")
+        if held_out:
+            axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label=word)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)  # above, where no line is
+    loss_axes.set(xlabel="step", ylabel="loss (nats per answer token)", ylim=(0, None))
     accuracy_axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.02))
-    accuracy_axes.legend(loc="lower right", frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
 

@@ -7,6 +7,8 @@ import contextlib
 import pathlib
 import re
 import sys
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,8 +46,11 @@ def replay(file: pathlib.Path) -> int:
     name = re.fullmatch(r"nonfinite-(\d+)\.npz", file.name)
     if name is None or not file.is_file():
         raise ValueError(f"{file} is no saved batch: give the file nonfinite-N.npz in the folder of a run")
-    with np.load(file) as arrays:
-        batch = dict(arrays)
+    try:
+        with np.load(file) as arrays:  # no pickles: they run what they name
+            batch = dict(arrays)
+    except (ValueError, zipfile.BadZipFile, EOFError, zlib.error):
+        raise ValueError(f"{file} does not hold the arrays that a run has saved: give it as it was written") from None
     rows = {len(batch[stream]) for stream in ("input_ids", "pixel_values") if stream in batch}
     if len(rows) > 1:
         raise ValueError(f"{file} was laid out as packed, with images, which cannot be computed by itself: try zigzag")

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import yaml
+from jax.sharding import Mesh
 
 from cpjax.train import digits
 from cpjax.train.config import Config
-from cpjax.train.step import Arrays
+from cpjax.train.step import Arrays, place_arrays, split_model
 
 _PARTS = {
     "merger": r"merger|projector",
@@ -43,8 +44,17 @@ def describe_parameters(arrays: Arrays, names: Mapping[str, Sequence[str]]) -> s
     return f"{sum(counts.values()):,}: " + ", ".join(f"{part} {count:,}" for part, count in counts.items())
 
 
-def relative_change(before: Arrays, after: Arrays, names: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """|after - before| / |before| of each part, Euclidean norms over all its parameters."""
+def relative_change(model: Any, trained: Any, names: Mapping[str, Sequence[str]], mesh: Mesh) -> dict[str, float]:
+    """|trained - model| / |model| of each part, Euclidean norms over all its parameters.
+
+    Buffers do not count: they never move, and some are infinite.
+
+    Args:
+        model: as it was at the start, without adapters; not placed yet.
+        trained: the same model now, its adapters merged.
+    """
+    (_, before, _), (_, after, _) = split_model(model), split_model(trained)
+    before = place_arrays(before, mesh)
 
     @jax.jit
     def norms(before: Arrays, after: Arrays) -> tuple[jax.Array, jax.Array]:

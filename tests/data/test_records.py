@@ -3,6 +3,7 @@
 import base64
 import json
 import sys
+import textwrap
 
 import pytest
 
@@ -66,6 +67,8 @@ def test_images_by_path_are_relative_to_the_file(tmp_path, part, more):
         {"type": "image", "base64": RAW},
         {"type": "image", "base64": URI},
         {"type": "image", "image": {"base64": RAW, "path": None}},
+        {"type": "image", "base64": "\n".join(textwrap.wrap(RAW, 7)) + "\n"},
+        {"type": "image", "image": "data:image/png;base64,\r\n" + "\r\n ".join(textwrap.wrap(RAW, 7))},
     ],
 )
 def test_images_in_the_record(tmp_path, part):
@@ -95,6 +98,7 @@ def test_videos_are_lists_of_frames(tmp_path):
         chat([{"type": "video", "video": frames, "fps": 2}], "ok"),
         chat([{"type": "video"}], "ok", videos=[{"frames": frames, "fps": 2}]),
         chat("<video>", "ok", videos=[frames], fps=2.0),
+        chat("<video>", "ok", videos=[frames], fps="2.0"),
     ):
         assert read(tmp_path, record).media() == [wanted]
 
@@ -135,7 +139,9 @@ BROKEN = {
     "video file": (chat([{"type": "video", "video": "a.mp4", "fps": 2}], "ok"), "bad format", "not a list of images"),
     "no fps": (chat([{"type": "video", "video": ["a.png"]}], "ok"), "bad format", "a video without fps"),
     "no number": (chat("<video>", "ok", videos=[["a.png"]], fps=float("nan")), "bad format", "a video with fps nan: "),
-    "endless fps": (chat("<video>", "ok", videos=[["a.png"]], fps=float("inf")), "bad format", "with fps inf: say how"),
+    "endless fps": (chat("<video>", "ok", videos=[["a.png"]], fps=float("inf")), "bad format", "with fps inf: it must"),
+    "text for fps": (chat("<video>", "ok", videos=[["a.png"]], fps="two"), "bad format", "fps two: it must be a num"),
+    "yes for fps": (chat("<video>", "ok", videos=[["a.png"]], fps=True), "bad format", "fps True: it must be a num"),
     "long role": ({"messages": [{"role": RAW * 9, "content": ""}]}, "unknown role", r"iVBOR\S+\.\.\.\S{30}:"),
 }  # fmt: skip
 
@@ -163,8 +169,8 @@ def test_a_json_list(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([chat("hi", "yes"), chat("hi")]))
     records = open_records(path)
-    assert len(records) == 2 and records[0].messages == texts("hi", "yes") and records[0].source == f"{path}:[0]"
-    with pytest.raises(RecordError, match=r"a\.json:\[1\] has no assistant turn"):
+    assert len(records) == 2 and records[0].messages == texts("hi", "yes") and records[0].source == f"{path}:record 1"
+    with pytest.raises(RecordError, match=r"a\.json:record 2 has no assistant turn"):
         records[1]
 
 
@@ -198,8 +204,8 @@ def test_tables(tmp_path, kind):
     records = open_records(path)
     assert len(records) == 7 and records[0].media() == [ImagePart(data=IMAGE)]
     assert [records[n].messages for n in range(1, 6)] == [texts("hi", str(n)) for n in range(5)]
-    assert records[5].source == f"{path}:row 5"
-    with pytest.raises(RecordError, match="row 6 has no assistant turn"):
+    assert records[5].source == f"{path}:record 6"
+    with pytest.raises(RecordError, match="record 7 has no assistant turn"):
         records[6]
 
 
@@ -266,7 +272,14 @@ def write(path, text):
     [
         ("a.txt", "", "is no file of records: give .jsonl"),
         ("a.jsonl", "\n", "there is no record in"),
-        ("a.json", "{}", "holds dict: it must be a list"),
+        (
+            "a.json",
+            "{}",
+            r"holds one object: it must be a list of records, so write \[ \] around it, or name it .jsonl",
+        ),
+        ("a.json", '{"messages": [1]}', r"so write \[ \] around it, or name it .jsonl if it is a line"),
+        ("a.json", '{"version": 1, "data": [{}]}', r"around it, or, if these are records, keep its data alone, or"),
+        ("a.json", "3", "holds int: it must be a list"),
         ("a.json", "{", "is not valid JSON"),
         ("a.parquet", "x", r"a\.parquet is damaged \(Parquet file size is 1 bytes.*\): copy"),
         ("set/x", "", "is a folder without state.json"),

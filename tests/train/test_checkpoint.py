@@ -13,7 +13,7 @@ import pytest
 
 from cpjax.mesh import make_mesh
 from cpjax.train.checkpoint import Checkpoints, check_folder, claim_folder, read_run
-from cpjax.train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
+from cpjax.train.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, RunConfig
 from cpjax.train.data import RecordsConfig
 from cpjax.train.errors import InputError
 from cpjax.train.loop import train
@@ -235,6 +235,39 @@ def test_files_that_a_run_names_are_found_from_anywhere(tmp_path, monkeypatch):
     assert found.records.held_out == [f"x={tmp_path / 'b.jsonl'}", str(tmp_path / "c.json")]
     with pytest.raises(ValueError, match=r"there is no run in \S+ \(config.yaml is missing\)"):
         read_run(tmp_path)
+
+
+def test_what_may_change_on_resume(tmp_path):
+    """What decides neither the numbers nor which records come when, or has no effect on this run."""
+    base = make_config(tmp_path / "run", resume=True)
+    model, files = ModelConfig(path=str(tmp_path / "m")), [str(tmp_path / "a.jsonl")]
+    own = dataclasses.replace(base, model=model, records=RecordsConfig(files=files))
+    for started, changed in (
+        (
+            own,
+            {"records": RecordsConfig(files=files, broken="skip", workers=1, shapes=1), "data": DataConfig(images=3)},
+        ),
+        (
+            base,
+            {"records": RecordsConfig(tokens=5, pack=False), "model": dataclasses.replace(base.model, remat="none")},
+        ),
+    ):
+        claim_folder(dataclasses.replace(started, run=dataclasses.replace(started.run, resume=False))).close()
+        check_folder(dataclasses.replace(started, **changed))
+        shutil.rmtree(tmp_path / "run")
+    claim_folder(dataclasses.replace(own, run=dataclasses.replace(own.run, resume=False))).close()
+    with pytest.raises(
+        ValueError, match=r"records.pack was True and is now False; they decide which records come when, s"
+    ):
+        check_folder(dataclasses.replace(own, records=RecordsConfig(files=files, pack=False)))
+    lr = dataclasses.replace(own, optimizer=OptimizerConfig(lr=0.5), run=dataclasses.replace(own.run, steps=9, seed=3))
+    words = "how parameters change, weights and order, the learning rate of each step, so give the old values"
+    with pytest.raises(ValueError, match=f"they decide {words}"):
+        check_folder(lr)
+    with pytest.raises(ValueError, match=r"data\.images was 64 and is now 3; they decide the documents, so"):
+        shutil.rmtree(tmp_path / "run")
+        claim_folder(dataclasses.replace(base, run=dataclasses.replace(base.run, resume=False))).close()
+        check_folder(dataclasses.replace(base, data=DataConfig(images=3)))
 
 
 def test_folders(tmp_path):

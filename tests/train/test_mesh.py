@@ -9,6 +9,7 @@ import pytest
 
 from cpjax.mesh import make_mesh
 from cpjax.models.common.sharding import check_tp, parameter_sharding
+from cpjax.train.devices import _spare_cuda
 
 from . import small
 
@@ -96,3 +97,16 @@ def test_a_damaged_compilation_cache_takes_no_run_down(tmp_path, damage):
             entry.write_bytes({"cut": held[:half], "changed": changed, "emptied": b""}[damage])
     again, warned = run()
     assert again == fresh and "compilation cache" in warned, warned
+
+
+def test_cuda_is_looked_for_where_there_is_a_gpu(tmp_path, monkeypatch):
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    for device in ("nvidia0", "nvidiactl", "dxg"):
+        (tmp_path / device).mkdir(parents=True)
+        (tmp_path / device / device).touch()
+        monkeypatch.delenv(name, raising=False)
+        _spare_cuda(tmp_path / device)
+        assert name not in os.environ
+    _spare_cuda(tmp_path / "none")
+    assert os.environ[name] == "1"
+    monkeypatch.delenv(name)

@@ -1,4 +1,6 @@
-"""The record of a run has each step once."""
+"""The record of a run has each step once, and its picture hides none."""
+
+from matplotlib.figure import Figure
 
 from cpjax.train.metrics import MetricsLog, draw_metrics, read_metrics
 
@@ -22,3 +24,21 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
     picture = tmp_path / "curve.png"
     draw_metrics(records, picture, "a run")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_legend_lies_on_a_line_and_each_line_is_named(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    records = [{"step": n, "loss": 1 / n, "accuracy": 1 - 1 / n} for n in range(1, 9)]
+    records[-1] |= {"held_out_loss": 0.5, "held_out_exact": 0.25}
+    draw_metrics(records, tmp_path / "curves.png", "a run\nof two lines")
+    [figure] = figures
+    figure.draw_without_rendering()
+    names = []
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+        assert not legend.get_window_extent().overlaps(figure._suptitle.get_window_extent())
+        names.append([text.get_text() for text in legend.get_texts()])
+        assert len(axes.lines) == len(names[-1]) and "training" not in axes.get_ylabel()
+    assert names == [["training tokens", "held out"], ["training tokens", "held-out answers"]]

@@ -1,7 +1,12 @@
 """`--plan`: the step of a folder that holds nothing but config.json, compiled for GPUs that are not here."""
 
 import dataclasses
+import glob
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -72,3 +77,15 @@ def test_a_plan_says_what_a_step_takes(config, capsys):
     said = capsys.readouterr().out
     for words in ("H100", "fsdp 2 x cp 4", "(fits in 81,008)", "sent per device", "collective-permute", "2,000 tokens"):
         assert words in said
+
+
+def test_an_ordinary_run_says_nothing_of_cuda_where_there_is_no_gpu():
+    """The plugin that compiles for GPUs is there, but neither cuDNN nor a GPU."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        pytest.skip("the extra plan is not installed")
+    if glob.glob("/dev/nvidia*"):
+        pytest.skip("there is a GPU")
+    code = "from cpjax.train.devices import set_up_devices as s; print(s(4))"
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.stdout.startswith("4 virtual CPU devices") and result.stderr == ""

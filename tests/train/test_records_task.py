@@ -1,5 +1,6 @@
 """Training on one's own records: which batches come, held-out losses, and answers that the model writes."""
 
+import base64
 import dataclasses
 import functools
 import json
@@ -16,7 +17,8 @@ from cpjax.models.common.checkpoint import COMPANIONS, read_json
 from cpjax.shard import IGNORE, Packed, layout_from_name
 from cpjax.train import records_task
 from cpjax.train.config import Config, MeshConfig, ModelConfig, RunConfig, parse_config
-from cpjax.train.data import RecordsConfig
+from cpjax.train.data import RecordError, RecordsConfig
+from cpjax.train.evaluate import read_data_config
 from cpjax.train.records_task import RecordsTask, by_set
 from cpjax.train.step import split_model
 from cpjax.train.task import open_task
@@ -86,6 +88,30 @@ def test_r62_a_run_resumes_with_the_batches_that_come_next_on_any_mesh(folder, l
         assert [tokens_of(*task.next_batch()) for _ in range(3)] == batches[5:]
     with pytest.raises(ValueError, match="the data differ from those of the checkpoint"):
         make_task(options(folder, layout=layout, tokens=TOKENS + 32)).restore(state)
+
+
+def test_a_picture_cut_short_is_passed_over_on_resume(folder, tmp_path):
+    """It is opened, but not decoded, before the first step; what else comes when does not change, nor do its shapes."""
+    chats = random_chats(40)
+    uri = base64.b64encode(png(16, 24)[: 2 * len(png(16, 24)) // 3]).decode()
+    chats.insert(9, chat("<image>?", "lost", images=[f"data:image/png;base64,{uri}"]))
+    file = str(write_jsonl(tmp_path / "cut.jsonl", chats))
+    begun, taken = make_task(options(folder, files=[file])), 0
+    with pytest.raises(RecordError, match=r"cut\.jsonl:10 ") as error:
+        while taken < 30:
+            state = json.loads(json.dumps(begun.state()))
+            begun.next_batch()
+            taken += 1
+    assert error.value.reason == "unreadable image"
+    other = make_task(options(folder, files=[file], broken="skip", shapes=1))
+    other.restore(state)
+    whole = make_task(options(folder, files=[file], broken="skip"))
+    batches = [tokens_of(*whole.next_batch()) for _ in range(taken + 2)]
+    assert [tokens_of(*other.next_batch()) for _ in range(2)] == batches[taken:]
+    assert other.left_out() == "1 unreadable image"
+    with pytest.raises(RecordError):
+        begun.restore(state)
+        begun.next_batch()
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "packed"])
@@ -197,6 +223,8 @@ def test_the_card_says_what_it_was_trained_on(folder, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert card.startswith("---\n") and "train.jsonl" in card and "- held-out loss, two: 0.2500" in card
     assert "- loss" not in card
+    with pytest.raises(ValueError, match=r"was trained on records of its own, .* --records.held_out and --records.ans"):
+        read_data_config(tmp_path / "README.md")
 
 
 def test_companions_are_copied_and_an_export_is_replaced(folder, tmp_path):

@@ -40,7 +40,7 @@ class RecordFile(abc.ABC):
 
     @abc.abstractmethod
     def source(self, index: int) -> str:
-        """ "file:line", or what comes nearest to it."""
+        """ "file:line", or "file:record N" where records are no lines; both are counted from 1."""
 
     def __getitem__(self, index: int) -> Record:
         """The record in its normal form.
@@ -130,6 +130,14 @@ class _JsonList(RecordFile):
             raise ValueError(
                 f"{path} is not valid JSON ({error}): mend it, or name it .jsonl if it has lines"
             ) from None
+        if isinstance(self.values, dict):
+            lists = [name for name, value in self.values.items() if value and isinstance(value, list)]
+            own = " or ".join(f"its {name}" for name in lists if name not in ("messages", "conversations"))
+            raise ValueError(
+                f"{path} holds one object: it must be a list of records, so write [ ] around it"
+                + (f", or, if these are records, keep {own} alone" if own else "")
+                + ", or name it .jsonl if it is a line"
+            )
         if not isinstance(self.values, list):
             raise ValueError(f"{path} holds {type(self.values).__name__}: it must be a list of records")
 
@@ -140,7 +148,7 @@ class _JsonList(RecordFile):
         return self.values[index]
 
     def source(self, index: int) -> str:
-        return f"{self.path}:[{index}]"
+        return f"{self.path}:record {index + 1}"
 
 
 class _Parquet(RecordFile):
@@ -166,7 +174,7 @@ class _Parquet(RecordFile):
             return _row(self.group(number), first)
 
     def source(self, index: int) -> str:
-        return f"{self.path}:row {index}"
+        return f"{self.path}:record {index + 1}"
 
 
 class _ArrowFolder(RecordFile):
@@ -200,7 +208,7 @@ class _ArrowFolder(RecordFile):
             return _row(self.table, index)
 
     def source(self, index: int) -> str:
-        return f"{self.path}:row {index}"
+        return f"{self.path}:record {index + 1}"
 
 
 def _row(table: Any, index: int) -> Any:

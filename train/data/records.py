@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import dataclasses
 import json
 import math
@@ -379,8 +380,8 @@ class _Reader:
         """Of an image in base64, alone or in a data URI."""
         try:
             text = text.partition(",")[2] if isinstance(text, str) and text[:5].lower() == "data:" else text
-            return base64.b64decode(text, validate=True)
-        except (binascii.Error, TypeError, ValueError):
+            return base64.b64decode("".join(text.split()), validate=True)  # it may be wrapped
+        except (binascii.Error, AttributeError, ValueError):
             raise self.error("unreadable image", "has an image whose base64 text is damaged") from None
 
     def _video(self, value: Any) -> VideoPart:
@@ -398,9 +399,12 @@ class _Reader:
             )
         if fps is None:
             raise self.error("bad format", "has a video without fps: say how many of its frames are in a second")
-        if not isinstance(fps, int | float) or not 1e-6 <= fps <= 1e6:
+        with contextlib.suppress(ValueError):
+            fps = float(fps) if isinstance(fps, str) else fps
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 1e-6 <= fps <= 1e6:
             raise self.error(
-                "bad format", f"has a video with fps {short(fps)}: say how many of its frames are in a second, a number"
+                "bad format",
+                f"has a video with fps {short(fps)}: it must be a number, how many of its frames are in a second",
             )
         shown = tuple(self._image(frame) for frame in frames)
         if any(frame.limits for frame in shown):
