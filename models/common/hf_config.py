@@ -47,7 +47,10 @@ _UNUSED: Mapping[str, str] = {
     "pad_token_id": "that of text_config counts",
     "initializer_range": "of fresh weights, which each family draws at its own scale",
 }  # fmt: skip
-_ONLY: Mapping[str, Any] = {"is_encoder_decoder": False, "quantization_config": None, "compression_config": None}
+_ONLY: Mapping[str, Any] = {
+    "is_encoder_decoder": False, "quantization_config": None, "compression_config": None, "per_layer_config": {},
+    "rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +62,14 @@ class Fields:
         read: fields that the configuration is made of; values that it can't hold are refused there.
         only: fields of which only this value is computed (null stands for it, too); others are refused.
         unused: fields that change nothing of what is computed, whatever they say, and why.
+        types: of the fields that are read as they are.
     """
 
     where: str
     read: frozenset[str]
     only: Mapping[str, Any]
     unused: Mapping[str, str]
+    types: Mapping[str, str]
 
     @classmethod
     def of(
@@ -77,16 +82,18 @@ class Fields:
         only: Mapping[str, Any] | None = None,
         unused: Mapping[str, str] | None = None,
     ) -> Fields:
-        """Those of a dataclass and `also`, but for `but`, are read; what every object of config.json has is added."""
-        read = {f.name for f in dataclasses.fields(config)} - set(but) | set(also)
+        """What is read are the fields of a dataclass but for `but`, and `also`; what any object may have is added."""
+        types = {f.name: str(f.type) for f in dataclasses.fields(config) if f.name not in but}
+        read = types.keys() | set(also)
         unused = {name: why for name, why in {**_UNUSED, **(unused or {})}.items() if name not in read}
-        return cls(where, frozenset(read), {**_ONLY, **(only or {})}, unused)
+        only = {name: value for name, value in {**_ONLY, **(only or {})}.items() if name not in read}
+        return cls(where, frozenset(read), only, unused, types)
 
     def check(self, source: Mapping[str, Any]) -> None:
         """Reports fields in none of the lists.
 
         Raises:
-            ValueError: a field of `only` has another value.
+            ValueError: a field of `only` has another value, or one that is read a value of another type.
         """
         for name, needed in self.only.items():
             if source.get(name) not in (needed, None):
@@ -94,6 +101,9 @@ class Fields:
                     f"{self.where}.{name}={source[name]!r:.60} is not supported: only "
                     f"{'null' if needed is None else repr(needed)} is"
                 )
+        for name, kind in self.types.items():
+            if source.get(name) is not None and not _fits(source[name], kind):
+                raise ValueError(f"{self.where}.{name}={source[name]!r:.60} must be {_wanted(kind)}")
         report_unknown(self.where, source, {*self.read, *self.only, *self.unused})
 
     def others(self, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,10 +111,27 @@ class Fields:
         return {name: value for name, value in source.items() if name not in self.read}
 
 
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value of a JSON file is of the type of a dataclass' field, by its name."""
+    kind, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
+    if optional and value is None:
+        return True
+    if kind.startswith("tuple["):
+        return isinstance(value, list | tuple) and all(_fits(x, kind[6:].removesuffix(", ...]")) for x in value)
+    types: Any = {"int": int, "float": int | float, "bool": bool, "str": str}[kind]
+    return isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))
+
+
+def _wanted(kind: str) -> str:
+    names = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
+    kind = kind.removesuffix(" | None")
+    return names.get(kind) or f"a list, each entry {_wanted(kind[6:].removesuffix(', ...]'))}"
+
+
 def report_unknown(where: str, source: Mapping[str, Any], known: Collection[str]) -> None:
     """Warns of fields that nothing here knows."""
     if unknown := sorted(name for name, value in source.items() if name not in known and value is not None):
-        report(f"{where} of config.json has fields that are not known here and change nothing: {', '.join(unknown)}")
+        report(f"{where} has fields that are not known here and change nothing: {', '.join(unknown)}")
 
 
 @functools.cache
@@ -127,6 +154,13 @@ def read(cls: Any, values: Mapping[str, Any]) -> Any:
     """The dataclass from those values that it knows; lists become tuples, to be hashable."""
     known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
     return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in known.items()})
+
+
+def rename(source: dict[str, Any], aliases: Mapping[str, str]) -> None:
+    """Moves values to the names of the fields; that of another name wins, as with transformers."""
+    for other, name in aliases.items():
+        if source.get(other) is not None:
+            source[name] = source[other]
 
 
 def by_kind(text: Mapping[str, Any], kinds: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -171,13 +205,11 @@ def plain(config: Any) -> dict[str, Any]:
 def positive(config: Any, where: str, zero: tuple[str, ...] = ()) -> None:
     """Raises ValueError unless every integer of a dataclass is at least 1, or 0 where `zero` names it.
 
-    Likewise for what should be a number, or true or false, and is none.
+    Likewise for null where something must be said.
     """
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), int(field.name not in zero)
         if field.type == "int" and (not isinstance(value, int) or value < least):
             raise ValueError(f"{where}.{field.name}={value!r} must be an integer >= {least}")
-        if field.type == "float" and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(f"{where}.{field.name}={value!r} must be a number")
-        if field.type == "bool" and not isinstance(value, bool):
-            raise ValueError(f"{where}.{field.name}={value!r} must be true or false")
+        if value is None and not str(field.type).endswith(" | None"):
+            raise ValueError(f"{where}.{field.name}={value!r} must be {_wanted(str(field.type))}")

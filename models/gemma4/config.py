@@ -272,21 +272,20 @@ class Config:
         )  # fmt: skip
         text = Fields.of(
             "text_config", TextConfig, also=("rope_parameters", "per_layer_config"), but=("rope", "sliding_rope"),
-            only={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0}
-            | dict.fromkeys(("rope_theta", "rope_scaling", "partial_rotary_factor")),
+            only={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0},
             unused={"tie_word_embeddings": "that of the top level counts"},
         )  # fmt: skip
         vision = Fields.of(
             "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling"),
             only={
                 "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0,
-                "per_layer_config": {}, "partial_rotary_factor": 1,
+                "partial_rotary_factor": 1,
             },
             unused={"max_position_embeddings": "position_embedding_size is the size of the table"},
         )  # fmt: skip
         audio = Fields.of(
             "audio_config", AudioConfig,
-            only={"hidden_act": "silu", "attention_context_right": 0, "per_layer_config": {}},
+            only={"hidden_act": "silu", "attention_context_right": 0},
         )  # fmt: skip
         return {fields.where: fields for fields in (top, text, vision, audio)}
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read
+from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read, rename
 from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Stack, stack
 
@@ -214,10 +214,10 @@ class Config:
         )  # fmt: skip
         vision = Fields.of(
             "vision_config", VisionConfig,
-            also=("width", "layers", "heads", "ls_init_value", "mlp_ratio", "rope_parameters", "rope_scaling"),
+            also=("mlp_ratio", "rope_parameters", "rope_scaling", *_VISION_ALIASES),
             but=("intermediate_size",),
             only={
-                "hidden_act": "quick_gelu", "attention_dropout": 0, "use_cls_token": False, "per_layer_config": {},
+                "hidden_act": "quick_gelu", "attention_dropout": 0, "use_cls_token": False,
                 "partial_rotary_factor": 1,
             },
             unused={
@@ -237,6 +237,8 @@ class Config:
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
         text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
+        rename(text, _TEXT_ALIASES)
+        rename(vision, _VISION_ALIASES)
         for fields, part in zip(cls.fields().values(), (source, text, vision), strict=True):
             fields.check(part)
         return cls(
@@ -276,13 +278,6 @@ class Config:
 
 def _text(text: dict[str, Any]) -> dict[str, Any]:
     """The text_config of config.json with the names of `TextConfig`."""
-    for name, other in (
-        ("num_key_value_heads", "num_attention_groups"), ("n_routed_experts", "moe_num_experts"),
-        ("num_experts_per_tok", "moe_top_k"), ("share_expert_dim", "share_expert_dims"),
-        ("num_nextn_predict_layers", "num_mtp_layers"),
-    ):  # fmt: skip
-        if text.get(other) is not None:
-            text[name] = text[other]
     count = text.get("num_hidden_layers", TextConfig.num_hidden_layers)
     ahead = text.get("num_nextn_predict_layers") or 0
     text["num_nextn_predict_layers"] = ahead
@@ -370,12 +365,6 @@ def _of_layer(text: dict[str, Any], name: str, kinds: Sequence[str], kind: str) 
 
 def _vision(vision: dict[str, Any]) -> dict[str, Any]:
     """The vision_config of config.json with the names of `VisionConfig`."""
-    for name, other in (
-        ("hidden_size", "width"), ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"),
-        ("layer_scale_init_value", "ls_init_value"),
-    ):  # fmt: skip
-        if vision.get(other) is not None:
-            vision[name] = vision[other]
     size = vision.get("hidden_size", VisionConfig.hidden_size)
     vision["intermediate_size"] = int(size * vision.get("mlp_ratio", 8960 / 1536))
     vision["rope_theta"] = read_axial_theta(vision, "vision_config", VisionConfig.rope_theta)
@@ -383,10 +372,18 @@ def _vision(vision: dict[str, Any]) -> dict[str, Any]:
 
 
 _MAY_BE_ZERO = ("pad_token_id", "num_nextn_predict_layers")
+_TEXT_ALIASES = {
+    "num_attention_groups": "num_key_value_heads", "moe_num_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}  # fmt: skip
+_VISION_ALIASES = {
+    "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "ls_init_value": "layer_scale_init_value",
+}  # fmt: skip
 _TEXT_TOO = (
-    "num_attention_groups", "moe_num_experts", "moe_top_k", "share_expert_dims", "num_mtp_layers", "moe_layers_enum",
-    "attention_other_setting", "per_layer_config", "rope_parameters", "rope_theta", "rope_scaling",
-    "partial_rotary_factor", "partial_rotary_factors",
+    *_TEXT_ALIASES, "moe_layers_enum", "attention_other_setting", "per_layer_config", "rope_parameters", "rope_theta",
+    "rope_scaling", "partial_rotary_factor", "partial_rotary_factors",
 )  # fmt: skip
 _TEXT_ONLY: Mapping[str, Any] = {
     "attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "use_bidirectional_attention": False,

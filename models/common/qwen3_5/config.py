@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from cpjax.models.common.hf_config import Fields, mapping, plain, positive, read
+from cpjax.models.common.hf_config import Fields, mapping, plain, positive, read, rename
 from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -186,10 +186,12 @@ class Config:
             only={"language_model_only": False},
         )  # fmt: skip
         text = Fields.of(
-            "text_config", cls.text_type, also=_TEXT_TOO, but=("rope_type", "mrope_section"), only=_TEXT_ONLY,
-            unused={"tie_word_embeddings": "that of the top level counts"},
+            "text_config", cls.text_type, also=_TEXT_TOO, but=("rope_type", "rope_scaling", "mrope_section"),
+            only=_TEXT_ONLY, unused={"tie_word_embeddings": "that of the top level counts"},
         )  # fmt: skip
-        vision = Fields.of("vision_config", VisionConfig, also=_VISION_TOO, only=_VISION_ONLY)
+        vision = Fields.of(
+            "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling", *_VISION_ALIASES), only=_VISION_ONLY
+        )
         return {fields.where: fields for fields in (top, text, vision)}
 
     @classmethod
@@ -202,6 +204,13 @@ class Config:
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
         text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
+        rename(vision, _VISION_ALIASES)
+        for key in ("patch_size", "temporal_patch_size"):
+            if isinstance(vision.get(key), list | tuple):
+                sides = set(vision[key])
+                if len(sides) != 1:
+                    raise ValueError(f"vision_config.{key}={vision[key]} is not supported: patches must be square")
+                vision[key] = sides.pop()
         for fields, part in zip(cls.fields().values(), (source, text, vision), strict=True):
             fields.check(part)
         _read_rope(text)
@@ -211,15 +220,6 @@ class Config:
             text["layer_types"] = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
 
         vision["rope_theta"] = read_axial_theta(vision, "vision_config", VisionConfig.rope_theta)
-        for name, other in (("num_heads", "num_attention_heads"), ("depth", "num_hidden_layers")):
-            if vision.get(other) is not None:
-                vision[name] = vision[other]
-        for key in ("patch_size", "temporal_patch_size"):
-            if isinstance(vision.get(key), list | tuple):
-                sides = set(vision[key])
-                if len(sides) != 1:
-                    raise ValueError(f"vision_config.{key}={vision[key]} is not supported: patches must be square")
-                vision[key] = sides.pop()
         return cls(
             text=read(cls.text_type, text),
             vision=read(VisionConfig, vision),
@@ -256,16 +256,14 @@ class Config:
         }  # fmt: skip
 
 
-_TEXT_TOO = ("rope_parameters", "full_attention_interval", "original_max_position_embeddings")
+_TEXT_TOO = ("rope_parameters", "rope_scaling", "full_attention_interval", "original_max_position_embeddings")
 _TEXT_ONLY: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0, "attn_output_gate": True,
     "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False,
-    "mlp_only_layers": [], "per_layer_config": {},
+    "mlp_only_layers": [],
 }  # fmt: skip
-_VISION_TOO = ("rope_parameters", "rope_scaling", "num_attention_heads", "num_hidden_layers")
-_VISION_ONLY: Mapping[str, Any] = {
-    "deepstack_visual_indexes": [], "per_layer_config": {}, "partial_rotary_factor": 1,
-}  # fmt: skip
+_VISION_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+_VISION_ONLY: Mapping[str, Any] = {"deepstack_visual_indexes": [], "partial_rotary_factor": 1}
 
 
 def _read_rope(text: dict[str, Any]) -> None:
