@@ -1,14 +1,18 @@
 """Every field of config.json: read, refused by name, or listed as one that changes nothing; what transformers reads."""
 
 import copy
+import importlib
 import json
 import warnings
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from cpjax.models import family
+from cpjax.models import family, from_pretrained
 from cpjax.models.common.rope import KINDS
+from cpjax.shard import Identity, make_batch
 
 from .qwen3_5_cases import GOLDENS
 
@@ -281,3 +285,44 @@ def test_masked_sound_stays_unheard():
     for value in (0, 1e-9, -100, "-inf"):
         with pytest.raises(ValueError, match=r"audio_config.attention_invalid_logits_value"):
             parsed("gemma4", changed(base, "audio_config", {"attention_invalid_logits_value": value}))
+
+
+GOLDEN_CASES = {"qwen3_5": "qwen3_5-images", "gemma4": "gemma4-media", "step3p7": "step3p7-images"}
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("qwen3_5", 3), ("qwen3_5", 9), ("gemma4", 4), ("gemma4", 8), ("step3p7", 4), ("step3p7", 12)]
+)
+def test_logits_of_a_changed_configuration_are_those_of_transformers(name, number, tmp_path):
+    """Text and images; YaRN multiplies what it turns, heads differ by layer, and towers turn faster."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: this test runs a model of transformers")
+    pytest.importorskip("transformers", reason="transformers is not installed: this test needs it")
+    from .make_goldens.configs import CLASSES, changed, model_of
+
+    config = changed(source(name), CASES[name][number]["change"])
+    theirs = model_of(name, CLASSES[name].from_dict(copy.deepcopy(config)), seed=number)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cases = importlib.import_module(f".{name}_cases", __package__)
+    case = load_file(GOLDENS / f"{GOLDEN_CASES[name]}.safetensors")
+    with torch.no_grad():
+        wanted = theirs(**inputs_of(name, case, torch), use_cache=False).logits.numpy()
+
+    ours, module = from_pretrained(tmp_path), family(name)
+    batch = module.prepare(ours.config, cases.golden_rows(case, ours.config))
+    batch, sharder = make_batch(batch, Identity(), streams=module.STREAMS)
+    forward = jax.jit(lambda batch: ours.logits(ours(batch, sharder, remat="none")))
+    real = case["attention_mask"] == 1
+    assert wanted[real].std() > 0.1
+    np.testing.assert_allclose(np.asarray(forward(batch))[real], wanted[real], rtol=0, atol=1e-4)
+
+
+def inputs_of(name, case, torch):
+    """What transformers takes of a golden case."""
+    names = ("input_ids", "attention_mask", "pixel_values", "image_", "video_", "num_frames")
+    inputs = {key: torch.tensor(case[key]) for key in case if key.startswith(names)}
+    if name == "step3p7":
+        return inputs | {"num_local_patches": case["num_local_patches"].tolist()}
+    image, video = (source(name)[key] for key in ("image_token_id", "video_token_id"))
+    ids = inputs["input_ids"]
+    return inputs | {"mm_token_type_ids": (ids == image) * 1 + (ids == video) * 2}

@@ -11,11 +11,15 @@ import re
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from transformers.modeling_rope_utils import RopeParameters, RotaryEmbeddingConfigMixin
 from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.step3p7 import modeling_step3p7
+
+from tests.models.make_goldens import gemma4 as gemma
+from tests.models.make_goldens.spread import spread
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CLASSES = {
@@ -41,6 +45,20 @@ def configs(root: pathlib.Path) -> None:
     write(root / "config-fields.json", {"rope_parameters": sorted(RopeParameters.__annotations__), **rooms})
     cases = {name: [resolved(root, name, change) for change in changes] for name, changes in all_changes().items()}
     write(root / "config-cases.json", cases)
+
+
+def model_of(name: str, config: transformers.PreTrainedConfig, seed: int) -> transformers.PreTrainedModel:
+    """A random model that hides nothing, in float32."""
+    config._attn_implementation = config._experts_implementation = "eager"
+    if name == "gemma4":
+        return gemma.make_model(config, seed)
+    model = getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))(config)
+    spread(model, seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("gate_up_proj", "experts.down_proj")):
+                parameter *= parameter.shape[1] ** 0.5  # spread takes all of an expert for one row
+    return model.float().eval()
 
 
 def write(path: pathlib.Path, content: Any) -> None:
