@@ -102,7 +102,7 @@ class Fields:
                     f"{'null' if needed is None else repr(needed)} is"
                 )
         for name, kind in self.types.items():
-            if source.get(name) is not None and not _fits(source[name], kind):
+            if name in source and not _fits(source[name], kind):
                 raise ValueError(f"{self.where}.{name}={source[name]!r:.60} must be {_wanted(kind)}")
         report_unknown(self.where, source, {*self.read, *self.only, *self.unused})
 
@@ -203,13 +203,8 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def positive(config: Any, where: str, zero: tuple[str, ...] = ()) -> None:
-    """Raises ValueError unless every integer of a dataclass is at least 1, or 0 where `zero` names it.
-
-    Likewise for null where something must be said.
-    """
+    """Raises ValueError unless every integer of a dataclass is at least 1, or 0 where `zero` names it."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), int(field.name not in zero)
         if field.type == "int" and (not isinstance(value, int) or value < least):
             raise ValueError(f"{where}.{field.name}={value!r} must be an integer >= {least}")
-        if value is None and not str(field.type).endswith(" | None"):
-            raise ValueError(f"{where}.{field.name}={value!r} must be {_wanted(str(field.type))}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -115,17 +115,15 @@ class Rope:
         }  # fmt: skip
 
 
-def read_rope(
-    source: Mapping[str, Any], where: str, *, context: int, theta: Any = None, partial: Any = None, beside: Any = ()
-) -> Rope:
+def read_rope(source: Mapping[str, Any], where: str, beside: Collection[str] = (), **elsewhere: Any) -> Rope:
     """One set of `rope_parameters` of config.json.
 
     Args:
         source: the set; its kind is called `rope_type`, in older files `type`.
         where: its name, for messages.
-        context: `original_max_position_embeddings`, if the set does not say.
-        theta, partial: `rope_theta` and `partial_rotary_factor`, likewise; by default 10000 and 1.
         beside: names that may stand in the set for other readers.
+        elsewhere: values of what the set does not say; None for the kind's default. That of
+            `original_max_position_embeddings`, which must be given, is the longest context.
 
     Raises:
         ValueError: a kind that is not one of `KINDS`, a parameter missing or out of range.
@@ -134,43 +132,40 @@ def read_rope(
     if kind not in KINDS:
         why = " as its angles depend on the length of the sequence at hand" if kind in _BY_LENGTH else ""
         raise ValueError(f"{where} has rope_type={kind!r}, which is not supported{why}: use one of {sorted(KINDS)}")
-    names = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    report_unknown(where, source, {*KINDS[kind], *names, *beside})
+    own = {"rope_theta": Rope.theta, "partial_rotary_factor": Rope.partial, **KINDS[kind]}
+    many = "original_max_position_embeddings"  # of which all sets may say, with no effect on other kinds
+    report_unknown(where, source, {*own, "rope_type", "type", many, *beside})
     given = {name: value for name, value in source.items() if value is not None}
-    if kind == "yarn" and "factor" in source and "original_max_position_embeddings" in given:
-        given.setdefault("factor", context / given["original_max_position_embeddings"])
-    given = {"original_max_position_embeddings": context, **given}
-    scaling = {name: given.get(name, default) for name, default in KINDS[kind].items()}
-    if missing := [name for name, value in scaling.items() if value is _REQUIRED]:
+    if kind == "yarn" and "factor" in source and many in given:  # then null stands for this
+        given.setdefault("factor", elsewhere[many] / given[many])
+    values = own | {name: value for name, value in {**elsewhere, **given}.items() if name in own and value is not None}
+    if missing := [name for name, value in values.items() if value is _REQUIRED]:
+        raise ValueError(f"{where} has rope_type={kind!r} without {missing[0]}: name it beside rope_type")
+    for name, value in values.items():
+        _check(where, name, value)
+    if kind == "llama3" and values["low_freq_factor"] >= values["high_freq_factor"]:
         raise ValueError(
-            f"{where} has rope_type={kind!r}, but was given without {missing[0]}: name it beside rope_type"
+            f"{where} has low_freq_factor={values['low_freq_factor']}: it must be less than high_freq_factor="
+            f"{values['high_freq_factor']}"
         )
-    for name in ("beta_fast", "beta_slow"):
-        if name in scaling:
-            scaling[name] = scaling[name] or KINDS[kind][name]  # 0 stands for the default
-    theta = given.get("rope_theta", Rope.theta if theta is None else theta)
-    partial = given.get("partial_rotary_factor", Rope.partial if partial is None else partial)
-    numbers = {"rope_theta": theta, "partial_rotary_factor": partial, **scaling}
-    for name, value in numbers.items():
-        whether = isinstance(value, bool) if name == "truncate" else _number(value) or value is None
-        if not whether or (name not in ("truncate", "attention_factor", "mscale", "mscale_all_dim") and not value > 0):
-            raise ValueError(f"{where} has {name}={value!r}: it must be {_wanted(name)}")
-    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise ValueError(
-            f"{where} has low_freq_factor={scaling['low_freq_factor']}: it must be less than high_freq_factor="
-            f"{scaling['high_freq_factor']}"
-        )
-    return Rope(theta, partial, kind, tuple(scaling.items()))
+    theta, partial = values.pop("rope_theta"), values.pop("partial_rotary_factor")
+    return Rope(theta, partial, kind, tuple(values.items()))
+
+
+def _check(where: str, name: str, value: Any) -> None:
+    """Raises ValueError for a parameter out of range."""
+    if name == "truncate":
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif name in ("attention_factor", "mscale", "mscale_all_dim"):
+        fits, wanted = value is None or _number(value), "a number"
+    else:
+        fits, wanted = _number(value) and value > 0, "a number above 0"
+    if not fits:
+        raise ValueError(f"{where} has {name}={value!r}: it must be {wanted}")
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _wanted(name: str) -> str:
-    if name == "truncate":
-        return "true or false"
-    return "a number" if name in ("attention_factor", "mscale", "mscale_all_dim") else "a number above 0"
 
 
 def read_axial_theta(source: Mapping[str, Any], where: str, theta: float) -> float:
@@ -190,7 +185,6 @@ def read_axial_theta(source: Mapping[str, Any], where: str, theta: float) -> flo
     report_unknown(f"{where}.rope_parameters", own, {"rope_type", "type", "rope_theta"})
     for value in (own.get("rope_theta"), source.get("rope_theta")):
         if value is not None:
-            if not _number(value) or value <= 0:
-                raise ValueError(f"{where} has rope_theta={value!r}: it must be a number above 0")
+            _check(where, "rope_theta", value)
             return value
     return theta

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read, report
+from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read, report, report_unknown
 from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -276,7 +276,7 @@ class Config:
             unused={"tie_word_embeddings": "that of the top level counts"},
         )  # fmt: skip
         vision = Fields.of(
-            "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling"),
+            "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling", "rope_theta"), but=("rope_theta",),
             only={
                 "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0,
                 "partial_rotary_factor": 1,
@@ -302,9 +302,10 @@ class Config:
             raise ValueError("config.json has no vision_config: only Gemma 4 models with a vision tower are supported")
         text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
         audio = dict(mapping(source, "audio_config"))
-        for fields, part in zip(cls.fields().values(), (source, text, vision, audio), strict=True):
-            fields.check(part)
+        top = {name: value for name, value in source.items() if value is not None}
         text.update({name: text.get(name) or 0 for name in _MOE})
+        for fields, part in zip(cls.fields().values(), (top, text, vision, audio), strict=True):
+            fields.check(part)
         _read_layers(text)
         _read_rope(text)
         vision["rope_theta"] = read_axial_theta(vision, "vision_config", VisionConfig.rope_theta)
@@ -312,7 +313,7 @@ class Config:
             text=read(TextConfig, text),
             vision=read(VisionConfig, vision),
             audio=read(AudioConfig, audio) if audio else None,
-            **{f.name: source[f.name] for f in dataclasses.fields(cls)[3:-1] if source.get(f.name) is not None},
+            **{f.name: top[f.name] for f in dataclasses.fields(cls)[3:-1] if f.name in top},
             source=copy.deepcopy(dict(source)),
         )
 
@@ -379,6 +380,7 @@ def _read_rope(text: dict[str, Any]) -> None:
     """Moves `rope_parameters`, one set for each type of layer, into fields."""
     rope = mapping(text, "rope_parameters", "text_config")
     context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
+    report_unknown("text_config.rope_parameters", rope, (FULL, SLIDING, "truncate"))
     for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")):
         if not rope or kind not in text["layer_types"]:
             continue
@@ -386,6 +388,8 @@ def _read_rope(text: dict[str, Any]) -> None:
         own = mapping(rope, kind, "text_config.rope_parameters")
         if own.get("rope_theta") is None:
             raise ValueError(f"{where} has no rope_theta: rope_parameters must give it for each type of layer")
-        if own.get("truncate") not in (True, None):
-            raise ValueError(f"{where} has truncate={own['truncate']!r}, which is not supported: leave it out")
-        text[name] = read_rope(own, where, context=context)
+        if "truncate" in own and own["truncate"] is not True:
+            raise ValueError(
+                f"{where} has truncate={own['truncate']!r}: say it beside {FULL}, as transformers reads it"
+            )
+        text[name] = read_rope(own, where, original_max_position_embeddings=context, truncate=rope.get("truncate"))

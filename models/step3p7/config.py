@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read, rename
+from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read, rename, report_unknown
 from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Stack, stack
 
@@ -214,8 +214,8 @@ class Config:
         )  # fmt: skip
         vision = Fields.of(
             "vision_config", VisionConfig,
-            also=("mlp_ratio", "rope_parameters", "rope_scaling", *_VISION_ALIASES),
-            but=("intermediate_size",),
+            also=("mlp_ratio", "rope_parameters", "rope_scaling", "rope_theta", *_VISION_ALIASES),
+            but=("intermediate_size", "rope_theta"),
             only={
                 "hidden_act": "quick_gelu", "attention_dropout": 0, "use_cls_token": False,
                 "partial_rotary_factor": 1,
@@ -237,14 +237,15 @@ class Config:
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
         text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
+        top = {name: value for name, value in source.items() if value is not None}
         rename(text, _TEXT_ALIASES)
         rename(vision, _VISION_ALIASES)
-        for fields, part in zip(cls.fields().values(), (source, text, vision), strict=True):
+        for fields, part in zip(cls.fields().values(), (top, text, vision), strict=True):
             fields.check(part)
         return cls(
             text=read(TextConfig, _text(text)),
             vision=read(VisionConfig, _vision(vision)),
-            **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if source.get(f.name) is not None},
+            **{f.name: top[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in top},
             source=copy.deepcopy(dict(source)),
         )
 
@@ -331,6 +332,7 @@ def _read_ropes(text: dict[str, Any], kinds: Sequence[str]) -> None:
     context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
     by_type = mapping(text, "rope_parameters", "text_config")
     here = {kind: name for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")) if kind in kinds}
+    report_unknown("text_config.rope_parameters", by_type, (FULL, SLIDING))
     if by_type and (missing := sorted(here.keys() - by_type.keys())):
         raise ValueError(f"text_config.rope_parameters has no set for {missing[0]}: give one for each type of layer")
     for kind, name in here.items():
@@ -348,7 +350,7 @@ def _read_ropes(text: dict[str, Any], kinds: Sequence[str]) -> None:
                     raise ValueError(f"{where} has type={rope['type']!r} without rope_type: call it rope_type")
         if rope.get("truncate") not in (True, None):
             raise ValueError(f"{where} has truncate={rope['truncate']!r}, which is not supported: leave it out")
-        text[name] = read_rope(rope, where, context=context)
+        text[name] = read_rope(rope, where, original_max_position_embeddings=context)
 
 
 def _of_layer(text: dict[str, Any], name: str, kinds: Sequence[str], kind: str) -> Any:
@@ -365,8 +367,10 @@ def _of_layer(text: dict[str, Any], name: str, kinds: Sequence[str], kind: str) 
 
 def _vision(vision: dict[str, Any]) -> dict[str, Any]:
     """The vision_config of config.json with the names of `VisionConfig`."""
-    size = vision.get("hidden_size", VisionConfig.hidden_size)
-    vision["intermediate_size"] = int(size * vision.get("mlp_ratio", 8960 / 1536))
+    size, ratio = vision.get("hidden_size", VisionConfig.hidden_size), vision.get("mlp_ratio", 8960 / 1536)
+    if not isinstance(ratio, int | float):
+        raise ValueError(f"vision_config.mlp_ratio={ratio!r} must be a number")
+    vision["intermediate_size"] = int(size * ratio)
     vision["rope_theta"] = read_axial_theta(vision, "vision_config", VisionConfig.rope_theta)
     return vision
 

@@ -94,7 +94,7 @@ def test_layers_that_share_keys_are_a_stack_of_their_own():
     [
         ("text_config", {"num_attention_heads": 3}, r"num_attention_heads=3 must be a multiple of the 2 key heads"),
         ("text_config", {"hidden_size": 0}, r"text_config.hidden_size=0 must be an integer >= 1"),
-        ("text_config", {"pad_token_id": None}, r"text_config.pad_token_id=None must be an integer >= 0"),
+        ("text_config", {"pad_token_id": None}, r"text_config.pad_token_id=None must be an integer"),
         ("text_config", {"layer_types": [SLIDING], "per_layer_config": {}}, r"has 1 entries: .* each of the 4 layers"),
         (
             "text_config",

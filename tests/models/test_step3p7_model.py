@@ -95,7 +95,7 @@ def test_layers_of_the_released_model_are_few_patterns():
         ("text_config", {"moe_top_k": 9}, r"num_experts_per_tok=9 must be at most n_routed_experts=4"),
         ("text_config", {"attention_bias": True}, r"text_config.attention_bias=True is not supported"),
         ("text_config", {"rope_scaling": {"rope_type": "longrope"}}, r"rope_type='longrope', which is not supported"),
-        ("text_config", {"rope_scaling": {"rope_type": "llama3"}}, r"was given without factor"),
+        ("text_config", {"rope_scaling": {"rope_type": "llama3"}}, r"rope_type='llama3' without factor"),
         ("text_config", {"partial_rotary_factors": [0.1] * 7}, r"gives 0 rotated features"),
         ("text_config", {"per_layer_config": {"0": {"head_dim": 4}}}, r"per_layer_config says .* of layer 0"),
         (

@@ -66,7 +66,11 @@ class TextConfig:
                 raise ValueError(
                     f"text_config.{many}={getattr(self, many)} must be a multiple of {few}={getattr(self, few)}"
                 )
-        if self.rotary_dim < 2 or self.rotary_dim % 2 or sum(self.mrope_section) != self.rotary_dim // 2:
+        if (
+            not 2 <= self.rotary_dim <= self.head_dim
+            or self.rotary_dim % 2
+            or sum(self.mrope_section) != self.rotary_dim // 2
+        ):
             raise ValueError(
                 f"head_dim={self.head_dim} x partial_rotary_factor={self.partial_rotary_factor} gives "
                 f"{self.rotary_dim} rotated features, but mrope_section={list(self.mrope_section)} has "
@@ -186,12 +190,13 @@ class Config:
             only={"language_model_only": False},
         )  # fmt: skip
         text = Fields.of(
-            "text_config", cls.text_type, also=_TEXT_TOO, but=("rope_type", "rope_scaling", "mrope_section"),
-            only=_TEXT_ONLY, unused={"tie_word_embeddings": "that of the top level counts"},
+            "text_config", cls.text_type, also=_TEXT_TOO, but=(*_ROPE, "rope_type", "mrope_section"), only=_TEXT_ONLY,
+            unused={"tie_word_embeddings": "that of the top level counts"},
         )  # fmt: skip
         vision = Fields.of(
-            "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling", *_VISION_ALIASES), only=_VISION_ONLY
-        )
+            "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling", "rope_theta", *_VISION_ALIASES),
+            but=("rope_theta",), only=_VISION_ONLY,
+        )  # fmt: skip
         return {fields.where: fields for fields in (top, text, vision)}
 
     @classmethod
@@ -204,6 +209,7 @@ class Config:
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
         text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
+        top = {name: value for name, value in source.items() if value is not None}
         rename(vision, _VISION_ALIASES)
         for key in ("patch_size", "temporal_patch_size"):
             if isinstance(vision.get(key), list | tuple):
@@ -211,11 +217,13 @@ class Config:
                 if len(sides) != 1:
                     raise ValueError(f"vision_config.{key}={vision[key]} is not supported: patches must be square")
                 vision[key] = sides.pop()
-        for fields, part in zip(cls.fields().values(), (source, text, vision), strict=True):
+        for fields, part in zip(cls.fields().values(), (top, text, vision), strict=True):
             fields.check(part)
         _read_rope(text)
         if text.get("layer_types") is None and text.get("full_attention_interval") is not None:
             every = text["full_attention_interval"]
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(f"text_config.full_attention_interval={every!r} must be an integer >= 1")
             layers = text.get("num_hidden_layers", cls.text_type.num_hidden_layers)
             text["layer_types"] = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
 
@@ -223,7 +231,7 @@ class Config:
         return cls(
             text=read(cls.text_type, text),
             vision=read(VisionConfig, vision),
-            **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if source.get(f.name) is not None},
+            **{f.name: top[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in top},
             source=copy.deepcopy(dict(source)),
         )
 
@@ -256,7 +264,8 @@ class Config:
         }  # fmt: skip
 
 
-_TEXT_TOO = ("rope_parameters", "rope_scaling", "full_attention_interval", "original_max_position_embeddings")
+_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+_TEXT_TOO = (*_ROPE, "rope_parameters", "full_attention_interval", "original_max_position_embeddings")
 _TEXT_ONLY: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0, "attn_output_gate": True,
     "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False,
@@ -276,13 +285,13 @@ def _read_rope(text: dict[str, Any]) -> None:
         raise ValueError(
             f"text_config.{where} has mrope_interleaved={source['mrope_interleaved']!r}: only true is supported"
         )
-    if text.get("original_max_position_embeddings") is not None:
+    if text.get("original_max_position_embeddings") is not None:  # which counts more
         source["original_max_position_embeddings"] = text["original_max_position_embeddings"]
     context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
     rope = read_rope(
-        source, f"text_config.{where}", context=context, theta=text.get("rope_theta"),
-        partial=text.get("partial_rotary_factor", TextConfig.partial_rotary_factor),
-        beside=("mrope_section", "mrope_interleaved", "original_max_position_embeddings"),
+        source, f"text_config.{where}", beside=("mrope_section", "mrope_interleaved"),
+        original_max_position_embeddings=context, rope_theta=text.get("rope_theta"),
+        partial_rotary_factor=text.get("partial_rotary_factor", TextConfig.partial_rotary_factor),
     )  # fmt: skip
     text.update(rope_theta=rope.theta, partial_rotary_factor=rope.partial, rope_type=rope.kind)
     text["rope_scaling"] = rope.scaling

@@ -117,9 +117,13 @@ def short(value: float) -> float:
 
 def all_changes() -> dict[str, list[dict]]:
     rng = np.random.default_rng(7)
-    return {name: [make(rng, number) for number in range(40)] for name, make in (
-        ("qwen3_5", qwen3_5), ("gemma4", gemma4), ("step3p7", step3p7),
-    )}  # fmt: skip
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    beside = {"text_config": {"rope_parameters": {FULL: yarn, SLIDING: yarn | {"factor": None}, "truncate": False}}}
+    out = {
+        make.__name__: [make(rng, number) for number in range(40)] for make in (qwen3_5, gemma4, step3p7)
+    }  # fmt: skip
+    out["gemma4"].append(beside)  # which counts for both sets
+    return out
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
