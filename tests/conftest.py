@@ -53,9 +53,9 @@ MOST_MAPS = 20_000
 def pytest_runtest_teardown():
     """Drops compiled programs while the process may still map memory.
 
-    Each program that XLA compiles for CPUs keeps some twenty mappings, and a worker compiles thousands. When no more are
-    allowed, LLVM says "Cannot allocate memory" and XLA then dies by a segmentation fault: in the compiler, or wherever
-    the program is first touched, such as where it is serialised for the cache.
+    Each program that XLA compiles for CPUs keeps some twenty mappings, and a worker compiles thousands. When no more
+    are allowed, LLVM says "Cannot allocate memory" and XLA then dies by a segmentation fault: in the compiler, or
+    wherever the program is first touched, such as where it is serialised for the cache.
     """
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()

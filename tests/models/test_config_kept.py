@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from cpjax.models import family, from_pretrained, save_pretrained
+from cpjax.models.common.rope import Rope
 
 from .qwen3_5_cases import GOLDENS
 
@@ -20,7 +21,7 @@ UNUSED = {
 CHANGES = {
     "qwen3_5": {"vocab_size": 112, "rope_theta": 10.0},
     "qwen3_5_moe": {"router_aux_loss_coef": 0.5},
-    "gemma4": {"sliding_window": 5, "full_rope_theta": 10.0},
+    "gemma4": {"sliding_window": 5, "sliding_rope": Rope(theta=10.0)},
     "gemma4_e": {"final_logit_softcapping": 3.0},
     "step3p7": {"moe_router_scaling_factor": 2.0, "num_key_value_heads": 1, "num_experts_per_tok": 1},
 }  # fmt: skip
