@@ -43,12 +43,21 @@ _UNUSED: Mapping[str, str] = {
         ("attn_implementation", "experts_implementation", "chunk_size_feed_forward"),
         "says how transformers computes the same",
     ),
+    **dict.fromkeys(
+        (
+            "is_decoder", "cross_attention_hidden_size", "decoder_start_token_id", "sep_token_id", "prefix",
+            "finetuning_task", "task_specific_params", "tokenizer_class", "torchscript", "tf_legacy_loss",
+            "use_bfloat16",
+        ),
+        "of other models, or older versions of transformers",
+    ),
     **dict.fromkeys(("id2label", "label2id", "num_labels", "problem_type"), "of classifiers"),
     "pad_token_id": "that of text_config counts",
     "initializer_range": "of fresh weights, which each family draws at its own scale",
 }  # fmt: skip
 _ONLY: Mapping[str, Any] = {
-    "is_encoder_decoder": False, "quantization_config": None, "compression_config": None, "per_layer_config": {},
+    "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {},
+    "quantization_config": None, "compression_config": None, "per_layer_config": {},
     "rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None,
 }  # fmt: skip
 
