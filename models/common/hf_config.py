@@ -149,13 +149,11 @@ def report(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def mapping(source: Mapping[str, Any], key: str, where: str = "") -> Mapping[str, Any]:
+def mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object below a key, empty if there is none; raises ValueError for anything else."""
     value = source.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{where and where + '.'}{key} is {value!r:.40}, not an object: copy or download the file again"
-        )
+        raise ValueError(f"{key} is {value!r:.40}, not an object: copy or download the file again")
     return value
 
 
@@ -184,7 +182,7 @@ def by_kind(text: Mapping[str, Any], kinds: Sequence[str], defaults: Mapping[str
         ValueError: layers of a kind differ, or differ in other fields.
     """
     out: dict[str, dict[str, Any]] = {}
-    own = {str(int(key)): value for key, value in mapping(text, "per_layer_config", "text_config").items()}
+    own = {str(key).lstrip("0") or "0": value for key, value in mapping(text, "per_layer_config").items()}
     for layer, kind in enumerate(kinds):
         given = {**defaults, **mapping(own, str(layer))}
         other = {name: value for name, value in given.items() if name not in defaults and value != text.get(name)}

@@ -178,7 +178,7 @@ def read_axial_theta(source: Mapping[str, Any], where: str, theta: float) -> flo
     Raises:
         ValueError: another kind of rope.
     """
-    own = mapping(source, "rope_scaling", where) or mapping(source, "rope_parameters", where)
+    own = mapping(source, "rope_scaling") or mapping(source, "rope_parameters")
     kind = own.get("rope_type") or own.get("type") or "axial"
     if kind not in ("axial", "default"):
         raise ValueError(f"{where} has rope_type={kind!r}, which is not supported: only 'axial' is")

@@ -309,7 +309,7 @@ def _read_heads(text: dict[str, Any], kinds: Sequence[str]) -> None:
         text["num_attention_heads"] = own.get(FULL, {}).get("num_attention_heads", heads)
         text["num_sliding_attention_heads"] = own.get(SLIDING, {}).get("num_attention_heads", heads)
         return
-    other = mapping(text, "attention_other_setting", "text_config")
+    other = mapping(text, "attention_other_setting")
     for name, same in (
         ("num_attention_groups", text.get("num_key_value_heads", TextConfig.num_key_value_heads)),
         ("head_dim", text.get("head_dim", TextConfig.head_dim)), ("attention_type", SLIDING),
@@ -330,7 +330,7 @@ def _read_ropes(text: dict[str, Any], kinds: Sequence[str]) -> None:
     these counts beside `rope_parameters`.
     """
     context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
-    by_type = mapping(text, "rope_parameters", "text_config")
+    by_type = mapping(text, "rope_parameters")
     here = {kind: name for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")) if kind in kinds}
     report_unknown("text_config.rope_parameters", by_type, (FULL, SLIDING))
     if by_type and (missing := sorted(here.keys() - by_type.keys())):
@@ -338,14 +338,14 @@ def _read_ropes(text: dict[str, Any], kinds: Sequence[str]) -> None:
     for kind, name in here.items():
         where = f"text_config.rope_parameters.{kind}"
         if by_type:
-            rope = dict(mapping(by_type, kind, "text_config.rope_parameters"))
+            rope = dict(mapping(by_type, kind))
             rope.setdefault("partial_rotary_factor", text.get("partial_rotary_factor"))
         else:
             rope = {"rope_theta": _of_layer(text, "rope_theta", kinds, kind)}
             rope["partial_rotary_factor"] = _of_layer(text, "partial_rotary_factors", kinds, kind)
             if kind == FULL and text.get("rope_scaling"):
                 where = "text_config.rope_scaling"
-                rope |= mapping(text, "rope_scaling", "text_config")
+                rope |= mapping(text, "rope_scaling")
                 if "type" in rope and "rope_type" not in rope:
                     raise ValueError(f"{where} has type={rope['type']!r} without rope_type: call it rope_type")
         if rope.get("truncate") not in (True, None):

@@ -278,7 +278,7 @@ _VISION_ONLY: Mapping[str, Any] = {"deepstack_visual_indexes": [], "partial_rota
 def _read_rope(text: dict[str, Any]) -> None:
     """Moves the set of `rope_parameters` into fields. As with transformers, `rope_scaling` takes its place."""
     where = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
-    source = dict(mapping(text, where, "text_config"))
+    source = dict(mapping(text, where))
     if nested := sorted({LINEAR, FULL} & source.keys()):
         raise ValueError(f"text_config.{where} has a set of its own for {nested[0]}: give one for all layers")
     if source.get("mrope_interleaved") not in (True, None):
