@@ -43,12 +43,21 @@ _UNUSED: Mapping[str, str] = {
         ("attn_implementation", "experts_implementation", "chunk_size_feed_forward"),
         "says how transformers computes the same",
     ),
+    **dict.fromkeys(
+        (
+            "is_decoder", "cross_attention_hidden_size", "decoder_start_token_id", "sep_token_id", "prefix",
+            "finetuning_task", "task_specific_params", "tokenizer_class", "torchscript", "tf_legacy_loss",
+            "use_bfloat16",
+        ),
+        "of other models, or older versions of transformers",
+    ),
     **dict.fromkeys(("id2label", "label2id", "num_labels", "problem_type"), "of classifiers"),
     "pad_token_id": "that of text_config counts",
     "initializer_range": "of fresh weights, which each family draws at its own scale",
 }  # fmt: skip
 _ONLY: Mapping[str, Any] = {
-    "is_encoder_decoder": False, "quantization_config": None, "compression_config": None, "per_layer_config": {},
+    "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {},
+    "quantization_config": None, "compression_config": None, "per_layer_config": {},
     "rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None,
 }  # fmt: skip
 
@@ -140,13 +149,11 @@ def report(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
-def mapping(source: Mapping[str, Any], key: str, where: str = "") -> Mapping[str, Any]:
+def mapping(source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object below a key, empty if there is none; raises ValueError for anything else."""
     value = source.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{where and where + '.'}{key} is {value!r:.40}, not an object: copy or download the file again"
-        )
+        raise ValueError(f"{key} is {value!r:.40}, not an object: copy or download the file again")
     return value
 
 
@@ -175,7 +182,7 @@ def by_kind(text: Mapping[str, Any], kinds: Sequence[str], defaults: Mapping[str
         ValueError: layers of a kind differ, or differ in other fields.
     """
     out: dict[str, dict[str, Any]] = {}
-    own = {str(int(key)): value for key, value in mapping(text, "per_layer_config", "text_config").items()}
+    own = {str(key).lstrip("0") or "0": value for key, value in mapping(text, "per_layer_config").items()}
     for layer, kind in enumerate(kinds):
         given = {**defaults, **mapping(own, str(layer))}
         other = {name: value for name, value in given.items() if name not in defaults and value != text.get(name)}

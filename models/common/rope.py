@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cpjax.models.common.hf_config import mapping, report_unknown
+from cpjax.models.common.hf_config import mapping, report, report_unknown
 
 _REQUIRED = object()
 
@@ -178,7 +178,9 @@ def read_axial_theta(source: Mapping[str, Any], where: str, theta: float) -> flo
     Raises:
         ValueError: another kind of rope.
     """
-    own = mapping(source, "rope_scaling", where) or mapping(source, "rope_parameters", where)
+    own = mapping(source, "rope_scaling") or mapping(source, "rope_parameters")
+    if source.get("rope_scaling") and source.get("rope_parameters"):
+        report(f"{where}.rope_scaling counts, and not rope_parameters beside it, as with transformers")
     kind = own.get("rope_type") or own.get("type") or "axial"
     if kind not in ("axial", "default"):
         raise ValueError(f"{where} has rope_type={kind!r}, which is not supported: only 'axial' is")

@@ -378,14 +378,14 @@ def _read_layers(text: dict[str, Any]) -> None:
 
 def _read_rope(text: dict[str, Any]) -> None:
     """Moves `rope_parameters`, one set for each type of layer, into fields."""
-    rope = mapping(text, "rope_parameters", "text_config")
+    rope = mapping(text, "rope_parameters")
     context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
     report_unknown("text_config.rope_parameters", rope, (FULL, SLIDING, "truncate"))
     for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")):
         if not rope or kind not in text["layer_types"]:
             continue
         where = f"text_config.rope_parameters.{kind}"
-        own = mapping(rope, kind, "text_config.rope_parameters")
+        own = mapping(rope, kind)
         if own.get("rope_theta") is None:
             raise ValueError(f"{where} has no rope_theta: rope_parameters must give it for each type of layer")
         if "truncate" in own and own["truncate"] is not True:

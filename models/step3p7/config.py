@@ -7,7 +7,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read, rename, report_unknown
+from cpjax.models.common.hf_config import (
+    Fields,
+    by_kind,
+    mapping,
+    plain,
+    positive,
+    read,
+    rename,
+    report,
+    report_unknown,
+)
 from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Stack, stack
 
@@ -314,10 +324,11 @@ def _read_heads(text: dict[str, Any], kinds: Sequence[str]) -> None:
     heads = text.get("num_attention_heads", TextConfig.num_attention_heads)
     if "per_layer_config" in text:
         own = by_kind(text, kinds, {"num_attention_heads": heads})
-        text["num_attention_heads"] = own.get(FULL, {}).get("num_attention_heads", heads)
-        text["num_sliding_attention_heads"] = own.get(SLIDING, {}).get("num_attention_heads", heads)
+        for kind, name in ((FULL, "num_attention_heads"), (SLIDING, "num_sliding_attention_heads")):
+            if kind in own:
+                text[name] = own[kind]["num_attention_heads"]
         return
-    other = mapping(text, "attention_other_setting", "text_config")
+    other = mapping(text, "attention_other_setting")
     for name, same in (
         ("num_attention_groups", text.get("num_key_value_heads", TextConfig.num_key_value_heads)),
         ("head_dim", text.get("head_dim", TextConfig.head_dim)), ("attention_type", SLIDING),
@@ -337,23 +348,31 @@ def _read_ropes(text: dict[str, Any], kinds: Sequence[str]) -> None:
     As with transformers, older files have one entry for each layer, and a `rope_scaling` of full layers; nothing of
     these counts beside `rope_parameters`.
     """
+    older = [name for name in ("rope_theta", "partial_rotary_factors", "rope_scaling") if text.get(name) is not None]
     context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
-    by_type = mapping(text, "rope_parameters", "text_config")
-    here = {kind: name for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")) if kind in kinds}
+    by_type = mapping(text, "rope_parameters")
     report_unknown("text_config.rope_parameters", by_type, (FULL, SLIDING))
-    if by_type and (missing := sorted(here.keys() - by_type.keys())):
+    if by_type and (missing := sorted(set(kinds) - by_type.keys())):
         raise ValueError(f"text_config.rope_parameters has no set for {missing[0]}: give one for each type of layer")
-    for kind, name in here.items():
+    if by_type and older:
+        report(f"text_config.rope_parameters counts, and not {', '.join(older)} beside it, as with transformers")
+    if not by_type and text.get("partial_rotary_factor") is not None:
+        raise ValueError(
+            "text_config.partial_rotary_factor is not read: give partial_rotary_factors, one for each layer"
+        )
+    for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")):
+        if kind not in kinds and kind not in by_type:
+            continue
         where = f"text_config.rope_parameters.{kind}"
         if by_type:
-            rope = dict(mapping(by_type, kind, "text_config.rope_parameters"))
+            rope = dict(mapping(by_type, kind))
             rope.setdefault("partial_rotary_factor", text.get("partial_rotary_factor"))
         else:
             rope = {"rope_theta": _of_layer(text, "rope_theta", kinds, kind)}
             rope["partial_rotary_factor"] = _of_layer(text, "partial_rotary_factors", kinds, kind)
             if kind == FULL and text.get("rope_scaling"):
                 where = "text_config.rope_scaling"
-                rope |= mapping(text, "rope_scaling", "text_config")
+                rope |= mapping(text, "rope_scaling")
                 if "type" in rope and "rope_type" not in rope:
                     raise ValueError(f"{where} has type={rope['type']!r} without rope_type: call it rope_type")
         if rope.get("truncate") not in (True, None):

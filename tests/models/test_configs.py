@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from cpjax.models import family, from_pretrained
+from cpjax.models.common.hf_config import report
 from cpjax.models.common.rope import KINDS
 from cpjax.shard import Identity, make_batch
 
@@ -178,6 +179,7 @@ def test_what_changes_nothing_may_say_anything(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_unknown_fields_are_reported_once(name):
+    report.cache_clear()
     base, objects = rooms(name)
     for room, _, _ in objects:
         odd = changed(base, room, {f"odd_{name}": 1, "another": [2], "nothing": None})
@@ -215,7 +217,7 @@ def test_ropes_and_heads_are_those_of_transformers(name):
             config = changed(config, room, values)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fields that are not known")
-            warnings.filterwarnings("ignore", message=".*the last layer is")
+            warnings.filterwarnings("ignore", message=".*as with transformers")
             found = parsed(name, config)
         again = type(found).from_dict(type(found).from_dict(config | {"odd": 1}).to_dict())
         assert again == found
@@ -274,6 +276,7 @@ def layer_of(text, kind):
             {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
             r"low_freq_factor=4: it must be less than high_freq_factor=4",
         ),
+        ("step3p7", "text_config", {"partial_rotary_factor": 0.5}, r"give partial_rotary_factors, one for each layer"),
         ("step3p7", "text_config", {"attention_other_setting": {"head_dim": 4}}, r"head_dim=4 is not supported"),
         ("step3p7", "text_config", {"per_layer_config": {"0": {"num_attention_heads": 8}}}, r"all layers of type"),
     ],
@@ -281,6 +284,34 @@ def layer_of(text, kind):
 def test_what_cannot_be_computed_is_refused_by_name(name, room, change, message):
     with pytest.raises(ValueError, match=message):
         parsed(name, changed(source(name), room, change))
+
+
+@pytest.mark.parametrize(
+    ("name", "room", "change", "told"),
+    [
+        ("qwen3_5", "text_config", {"rope_scaling": {"mrope_section": [1, 1, 0]}}, "rope_scaling counts"),
+        ("qwen3_5", "vision_config", {"rope_scaling": {"rope_theta": 5.0}}, "rope_scaling counts"),
+        ("step3p7", "text_config", {"rope_parameters": {FULL: {}, SLIDING: {}}}, "rope_parameters counts"),
+        ("gemma4", "text_config", {"layer_types": [SLIDING] * 4, "per_layer_config": {}}, "the last layer is"),
+    ],
+)
+def test_what_gives_way_is_reported(name, room, change, told):
+    report.cache_clear()
+    with pytest.warns(UserWarning, match=rf"text_config.*{told}|vision_config.*{told}"):
+        parsed(name, changed(source(name), room, change))
+
+
+def test_heads_of_prediction_keep_what_no_layer_has():
+    """Step 3.7's heads may slide where no layer does."""
+    base = changed(
+        source("step3p7"), "text_config",
+        {"layer_types": [FULL] * 5, "mtp_layer_types": [SLIDING, FULL], "-attention_other_setting": None,
+         "num_sliding_attention_heads": 6, "rope_parameters": {FULL: {}, SLIDING: {"rope_theta": 5.0}}},
+    )  # fmt: skip
+    config = parsed("step3p7", base)
+    again = parsed("step3p7", parsed("step3p7", base | {"image_token_id": 5}).to_dict())
+    assert config.text == again.text
+    assert (config.text.num_sliding_attention_heads, config.text.sliding_rope.theta) == (6, 5.0)
 
 
 def test_masked_sound_stays_unheard():

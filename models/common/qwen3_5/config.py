@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from cpjax.models.common.hf_config import Fields, mapping, plain, positive, read, rename
+from cpjax.models.common.hf_config import Fields, mapping, plain, positive, read, rename, report
 from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -278,7 +278,9 @@ _VISION_ONLY: Mapping[str, Any] = {"deepstack_visual_indexes": [], "partial_rota
 def _read_rope(text: dict[str, Any]) -> None:
     """Moves the set of `rope_parameters` into fields. As with transformers, `rope_scaling` takes its place."""
     where = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
-    source = dict(mapping(text, where, "text_config"))
+    source = dict(mapping(text, where))
+    if where == "rope_scaling" and text.get("rope_parameters"):
+        report("text_config.rope_scaling counts, and not rope_parameters beside it, as with transformers")
     if nested := sorted({LINEAR, FULL} & source.keys()):
         raise ValueError(f"text_config.{where} has a set of its own for {nested[0]}: give one for all layers")
     if source.get("mrope_interleaved") not in (True, None):
