@@ -268,11 +268,16 @@ def test_a_run_that_does_not_stay_finite_stops(folder, run, capsys):
     )
     records = read_metrics(out / "metrics.jsonl")
     assert [record["nonfinite"] for record in records][-3:] == [1, 2, 3] and len(records) == step
-    with np.load(out / f"nonfinite-{step}.npz") as batch:
-        assert batch["input_ids"].shape[0] == 2 and {"labels", "position_ids", "pixel_values"} <= set(batch)
+    with np.load(out / f"nonfinite-{step}.npz") as arrays:
+        batch = dict(arrays)
+    assert batch["input_ids"].shape[0] == 2 and {"labels", "position_ids", "pixel_values"} <= set(batch)
     assert (out / "checkpoints" / str(step)).is_dir() and not (out / "export").exists()
     assert replay(out / f"nonfinite-{step}.npz") == 0
     assert re.search(r"^(result: the (final hidden states|loss)|gradient: model.*) ", capsys.readouterr().out)
+    batch["labels"][1, 3] = 10**6  # such a label makes a step's loss NaN
+    np.savez(out / f"nonfinite-{step}.npz", **batch)
+    with pytest.raises(ValueError, match="the label 1000000 at row 1, token 3: it must be in 0 .. "):
+        replay(out / f"nonfinite-{step}.npz")
 
 
 @pytest.mark.parametrize("place", ["batch", "evaluation", "file"])
