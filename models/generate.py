@@ -38,7 +38,7 @@ def generate(
     """Goes on with each prompt, reading its own tokens, until a stop token or `max_new_tokens`.
 
     Prompts of about the same length are put in one batch. A program is compiled for each padded length and number of
-    image patches, both rounded up to powers of two. What a prompt gives depends on its batch by rounding alone.
+    features of images, both rounded up to powers of two. What a prompt gives depends on its batch by rounding alone.
 
     Every device reads whole prompts: rows, not tokens, are split over all axes of the mesh, cp too. All processes give
     the same rows and get all texts.
@@ -68,7 +68,7 @@ def generate(
     devices = 1 if mesh is None else mesh.size
     if batch_size < 1 or batch_size % devices:
         raise ValueError(f"batch_size={batch_size} must be a multiple of {devices}, the devices it is split over")
-    patches = [_power_of_two(sum(len(media.patches) for media in row.media)) for row in rows]
+    patches = [_patches(model, row) for row in rows]
     order = sorted(range(len(rows)), key=lambda number: (patches[number], len(rows[number].input_ids)))
     size = min(batch_size, max(-(-len(rows) // devices), 1) * devices)
     groups = [order[start : start + size] for start in range(0, len(rows), size)]
@@ -94,6 +94,12 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length() if count else 0
 
 
+def _patches(model: Any, row: Any) -> int:
+    """Image patches of a row, those that become one feature times a power of two."""
+    unit = model.config.vision.spatial_merge_size**2
+    return unit * _power_of_two(-(-sum(len(media.patches) for media in row.media) // unit))
+
+
 def _host_batch(model: Any, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, tuple[np.ndarray, int]]:
     """The prompts of a batch, each padded at its front, and the numbers of their rows.
 
@@ -103,7 +109,7 @@ def _host_batch(model: Any, rows: Sequence[Any], numbers: Sequence[int]) -> dict
     module = family(model.config.model_type)
     chosen = [rows[number] for number in numbers]
     length = max(MIN_LENGTH, _power_of_two(max(len(row.input_ids) for row in chosen)))
-    patches = _power_of_two(max(sum(len(media.patches) for media in row.media) for row in chosen))
+    patches = max(_patches(model, row) for row in chosen)
     try:
         batch = module.prepare(model.config, chosen, length=length, num_patches=patches or None)
     except ValueError as error:

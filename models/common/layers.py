@@ -141,20 +141,18 @@ class GatedMLP(nnx.Module):
         return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
 
 
-def rope_frequencies(dim: int, theta: float) -> np.ndarray:
-    """theta^(-2j/dim) for j < dim/2: the angle by which each pair turns per position (arXiv 2104.09864)."""
-    return theta ** (-np.arange(0, dim, 2) / dim)
-
-
-def apply_rope(x: jax.Array, angles: jax.Array) -> jax.Array:
+def apply_rope(x: jax.Array, angles: jax.Array, scale: float = 1.0) -> jax.Array:
     """Rotates the pairs (i, i + R) of the first 2R features of every head; the others pass through.
 
     Args:
         x: [B, L, H, D].
         angles: [B, L, R], 2R <= D.
+        scale: what the rotated features are multiplied by.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     cos, sin = jnp.cos(angles)[:, :, None].astype(wide.dtype), jnp.sin(angles)[:, :, None].astype(wide.dtype)
+    if scale != 1:
+        cos, sin = scale * cos, scale * sin
     half = angles.shape[-1]
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

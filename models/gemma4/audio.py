@@ -62,7 +62,8 @@ class AudioAttention(nnx.Module):
         )
         scores = jnp.einsum("ncqhd,nckhd->nchqk", q, k) + relative
         scores = config.attention_logit_cap * jnp.tanh(scores / config.attention_logit_cap)
-        weights = jax.nn.softmax(jnp.where(jnp.asarray(near)[:, None], scores, -1e9), axis=-1)
+        scores = jnp.where(jnp.asarray(near)[:, None], scores, config.attention_invalid_logits_value)
+        weights = jax.nn.softmax(scores, axis=-1)
         out = jnp.einsum("nchqk,nckhd->ncqhd", weights, v).reshape(count, chunks * chunk, size)
         return self.post(out[:, :frames].astype(x.dtype))
 

@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cpjax.models.common.hf_config import mapping, over, plain, positive, read
+from cpjax.models.common.hf_config import Fields, by_kind, mapping, plain, positive, read, report, report_unknown
+from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _MOE = ("num_experts", "top_k_experts", "moe_intermediate_size")
@@ -30,10 +31,10 @@ class Stack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The language model; names as in config.json, where the last three live in `rope_parameters`.
+    """The language model; names as in config.json but for the two ropes, that of full-attention layers first.
 
-    `global_head_dim` and `num_global_key_value_heads` are those of full-attention layers, which newer files keep in
-    `per_layer_config`.
+    `global_head_dim` and `num_global_key_value_heads` are those of full-attention layers, `head_dim` and
+    `num_key_value_heads` those of sliding ones; newer files keep what differs in `per_layer_config`.
     """
 
     vocab_size: int = 262144
@@ -44,9 +45,10 @@ class TextConfig:
     num_key_value_heads: int = 4
     head_dim: int = 256
     global_head_dim: int = 512
-    num_global_key_value_heads: int | None = None  # default: num_key_value_heads; given only with attention_k_eq_v
+    num_global_key_value_heads: int | None = None  # default: num_key_value_heads
     rms_norm_eps: float = 1e-6
     pad_token_id: int = 0
+    max_position_embeddings: int = 131072
     sliding_window: int = 512
     layer_types: tuple[str, ...] | None = None  # default: every sixth layer and the last are full attention
     final_logit_softcapping: float | None = None
@@ -60,14 +62,15 @@ class TextConfig:
     num_experts: int = 0
     top_k_experts: int = 0
     moe_intermediate_size: int = 0
-    sliding_rope_theta: float = 10_000.0
-    full_rope_theta: float = 1_000_000.0
-    partial_rotary_factor: float = 0.25
+    rope: Rope = dataclasses.field(default_factory=lambda: Rope(1e6, 0.25, "proportional", (("factor", 1.0),)))
+    sliding_rope: Rope = dataclasses.field(default_factory=Rope)
 
     def __post_init__(self) -> None:
         if self.layer_types is None:
             types = tuple(SLIDING if (i + 1) % 6 else FULL for i in range(self.num_hidden_layers))
             object.__setattr__(self, "layer_types", (*types[:-1], FULL))
+        if self.num_global_key_value_heads == self.num_key_value_heads:
+            object.__setattr__(self, "num_global_key_value_heads", None)
         positive(self, "text_config", ("hidden_size_per_layer_input", "num_kv_shared_layers", "pad_token_id", *_MOE))
         unknown = sorted(set(self.types) - {SLIDING, FULL})
         if unknown or len(self.types) != self.num_hidden_layers or self.types[-1] != FULL:
@@ -84,6 +87,12 @@ class TextConfig:
                 )
             if self.width(kind) % 2:
                 raise ValueError(f"text_config has heads of width {self.width(kind)} in {kind}: it must be even")
+            rope = self.rope_of(kind)
+            if rope.partial > 1 or (rope.kind != "proportional" and rope.turning(self.width(kind)) != self.width(kind)):
+                raise ValueError(
+                    f"rope_parameters of {kind} have rope_type={rope.kind!r} and partial_rotary_factor={rope.partial}: "
+                    "only 'proportional' turns a share of a head, and that at most the whole"
+                )
         if self.use_bidirectional_attention not in (None, "vision"):
             raise ValueError(
                 f"text_config.use_bidirectional_attention={self.use_bidirectional_attention!r} is not supported: "
@@ -122,8 +131,11 @@ class TextConfig:
 
     def kv_heads(self, kind: str) -> int:
         """Key heads in layers of this type."""
-        own = self.num_global_key_value_heads if kind == FULL and self.attention_k_eq_v else None
-        return own or self.num_key_value_heads
+        return (self.num_global_key_value_heads if kind == FULL else None) or self.num_key_value_heads
+
+    def rope_of(self, kind: str) -> Rope:
+        """Rotary positions of layers of this type."""
+        return self.rope if kind == FULL else self.sliding_rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +193,7 @@ class AudioConfig:
     attention_chunk_size: int = 12
     attention_context_left: int = 13
     attention_logit_cap: float = 50.0
+    attention_invalid_logits_value: float = -1e9
     use_clipped_linears: bool = True
     rms_norm_eps: float = 1e-6
     gradient_clipping: float = 1e10
@@ -202,6 +215,12 @@ class AudioConfig:
             raise ValueError(
                 f"audio_config.attention_context_left={self.attention_context_left} must be at most 1 more than "
                 f"attention_chunk_size={self.attention_chunk_size}"
+            )
+        # That of a masked frame: if it left it any weight, what is heard would depend on how far a sound was padded.
+        if self.attention_invalid_logits_value > (most := -self.attention_logit_cap - 200):
+            raise ValueError(
+                f"audio_config.attention_invalid_logits_value={self.attention_invalid_logits_value} is not supported, "
+                f"as masked frames would be heard: it must be at most {most}"
             )
 
     @property
@@ -244,6 +263,33 @@ class Config:
         return (self.image_token_id, self.video_token_id, *((self.audio_token_id,) if self.audio else ()))
 
     @classmethod
+    def fields(cls) -> dict[str, Fields]:
+        """What becomes of each field of config.json, by the name of the object that it is in."""
+        top = Fields.of(
+            "config.json", cls, also=("text_config", "vision_config", "audio_config"),
+            but=("text", "vision", "audio", "source"), only={"tie_word_embeddings": True},
+            unused={"vision_soft_tokens_per_image": "the processor's file says how large images are"},
+        )  # fmt: skip
+        text = Fields.of(
+            "text_config", TextConfig, also=("rope_parameters", "per_layer_config"), but=("rope", "sliding_rope"),
+            only={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0},
+            unused={"tie_word_embeddings": "that of the top level counts"},
+        )  # fmt: skip
+        vision = Fields.of(
+            "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling", "rope_theta"), but=("rope_theta",),
+            only={
+                "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0,
+                "partial_rotary_factor": 1,
+            },
+            unused={"max_position_embeddings": "position_embedding_size is the size of the table"},
+        )  # fmt: skip
+        audio = Fields.of(
+            "audio_config", AudioConfig,
+            only={"hidden_act": "silu", "attention_context_right": 0},
+        )  # fmt: skip
+        return {fields.where: fields for fields in (top, text, vision, audio)}
+
+    @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Config:
         """Reads the content of config.json.
 
@@ -256,24 +302,18 @@ class Config:
             raise ValueError("config.json has no vision_config: only Gemma 4 models with a vision tower are supported")
         text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
         audio = dict(mapping(source, "audio_config"))
-        for where, part, key, needed in (
-            ("text_config", text, "hidden_activation", "gelu_pytorch_tanh"),
-            ("text_config", text, "attention_bias", False), ("text_config", text, "attention_dropout", 0),
-            ("text_config", text, "tie_word_embeddings", True), ("config.json", source, "tie_word_embeddings", True),
-            ("vision_config", vision, "hidden_activation", "gelu_pytorch_tanh"),
-            ("audio_config", audio, "hidden_act", "silu"), ("audio_config", audio, "attention_context_right", 0),
-        ):  # fmt: skip
-            if part.get(key, needed) != needed:
-                raise ValueError(f"{where}.{key}={part[key]!r} is not supported: only {needed!r} is")
+        top = {name: value for name, value in source.items() if value is not None}
         text.update({name: text.get(name) or 0 for name in _MOE})
-        _read_rope(text)
+        for fields, part in zip(cls.fields().values(), (top, text, vision, audio), strict=True):
+            fields.check(part)
         _read_layers(text)
-        vision["rope_theta"] = mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+        _read_rope(text)
+        vision["rope_theta"] = read_axial_theta(vision, "vision_config", VisionConfig.rope_theta)
         return cls(
             text=read(TextConfig, text),
             vision=read(VisionConfig, vision),
             audio=read(AudioConfig, audio) if audio else None,
-            **{f.name: source[f.name] for f in dataclasses.fields(cls)[3:-1] if source.get(f.name) is not None},
+            **{f.name: top[f.name] for f in dataclasses.fields(cls)[3:-1] if f.name in top},
             source=copy.deepcopy(dict(source)),
         )
 
@@ -282,30 +322,34 @@ class Config:
         if self.source and Config.from_dict(self.source) == self:
             return copy.deepcopy(dict(self.source))
         text, vision = plain(self.text), plain(self.vision)
-        text["rope_parameters"] = {
-            SLIDING: {"rope_type": "default", "rope_theta": text.pop("sliding_rope_theta")},
-            FULL: {
-                "rope_type": "proportional",
-                "partial_rotary_factor": text.pop("partial_rotary_factor"),
-                "rope_theta": text.pop("full_rope_theta"),
-            },
-        }
+        text["rope_parameters"] = {kind: self.text.rope_of(kind).to_dict() for kind in sorted(set(self.text.types))}
+        own = {"head_dim": self.text.width(FULL), "num_key_value_heads": self.text.kv_heads(FULL)}
+        text["per_layer_config"] = {str(i): own for i, kind in enumerate(self.text.types) if kind == FULL}
+        for name in ("rope", "sliding_rope", "global_head_dim", "num_global_key_value_heads"):
+            del text[name]
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
-        source = copy.deepcopy(dict(self.source))
-        (source.get("text_config") or {}).pop("per_layer_config", None)
-        return over(source, {
+        top_fields, text_fields, vision_fields, audio_fields = self.fields().values()
+        return {
+            **copy.deepcopy(top_fields.others(self.source)),
             "architectures": ["Gemma4ForConditionalGeneration"],
             "model_type": self.model_type,
             "tie_word_embeddings": True,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[3:-1]},
             "text_config": {
+                **text_fields.others(mapping(self.source, "text_config")),
                 "model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
                 **text,
             },
-            "vision_config": {"model_type": "gemma4_vision", "hidden_activation": "gelu_pytorch_tanh", **vision},
+            "vision_config": {
+                **vision_fields.others(mapping(self.source, "vision_config")),
+                "model_type": "gemma4_vision", "hidden_activation": "gelu_pytorch_tanh", **vision,
+            },
             "audio_config": self.audio
-            and {"model_type": "gemma4_audio", "hidden_act": "silu", **plain(self.audio)},
-        })  # fmt: skip
+            and {
+                **audio_fields.others(mapping(self.source, "audio_config")),
+                "model_type": "gemma4_audio", "hidden_act": "silu", **plain(self.audio),
+            },
+        }  # fmt: skip
 
 
 def _stack(first: int, types: tuple[str, ...]) -> Stack:
@@ -314,29 +358,38 @@ def _stack(first: int, types: tuple[str, ...]) -> Stack:
     return Stack(first, types[:period], count // period)
 
 
+def _read_layers(text: dict[str, Any]) -> None:
+    """Moves what full layers have of their own, as older or newer files say it, into fields; all of the types, too."""
+    count = text.get("num_hidden_layers", TextConfig.num_hidden_layers)
+    types = text.get("layer_types") or list(TextConfig(num_hidden_layers=count).types)
+    if types[-1] == SLIDING and len(types) == count:
+        report(f"text_config.layer_types ends in {SLIDING!r}: as with transformers, the last layer is {FULL!r}")
+        types = [*types[:-1], FULL]
+    text["layer_types"] = types
+    if "per_layer_config" not in text:
+        if not text.get("attention_k_eq_v"):
+            text["num_global_key_value_heads"] = None
+        return
+    defaults = {name: text.get(name, getattr(TextConfig, name)) for name in ("head_dim", "num_key_value_heads")}
+    own = by_kind(text, types, defaults)
+    text.update(own.get(SLIDING, {}))
+    text["global_head_dim"], text["num_global_key_value_heads"] = own.get(FULL, defaults).values()
+
+
 def _read_rope(text: dict[str, Any]) -> None:
     """Moves `rope_parameters`, one set for each type of layer, into fields."""
     rope = mapping(text, "rope_parameters")
-    for kind, needed, names in (
-        (SLIDING, "default", {"rope_theta": "sliding_rope_theta"}),
-        (FULL, "proportional", {"rope_theta": "full_rope_theta", "partial_rotary_factor": "partial_rotary_factor"}),
-    ):
+    context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
+    report_unknown("text_config.rope_parameters", rope, (FULL, SLIDING, "truncate"))
+    for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")):
+        if not rope or kind not in text["layer_types"]:
+            continue
+        where = f"text_config.rope_parameters.{kind}"
         own = mapping(rope, kind)
-        if own.get("rope_type", needed) != needed or own.get("factor", 1) != 1:
-            raise ValueError(f"rope_parameters of {kind} are {dict(own)}: only rope_type {needed!r} is supported")
-        text.update({field: own[name] for name, field in names.items() if name in own})
-
-
-def _read_layers(text: dict[str, Any]) -> None:
-    """Moves what full layers have of their own from `per_layer_config`, by number of the layer, into fields."""
-    own = mapping(text, "per_layer_config")
-    if not own:
-        return
-    entries = [dict(entry) for entry in own.values()]
-    full = {i for i, kind in enumerate(text.get("layer_types") or ()) if kind == FULL}
-    if {int(key) for key in own} != full or any(entry != entries[0] for entry in entries):
-        raise ValueError("text_config.per_layer_config must say the same of all full-attention layers, and of no other")
-    for name, field in (("head_dim", "global_head_dim"), ("num_key_value_heads", "num_global_key_value_heads")):
-        text[field] = entries[0].pop(name, None if field.startswith("num") else text.get("head_dim"))
-    if entries[0]:
-        raise ValueError(f"text_config.per_layer_config has {sorted(entries[0])}, which is not supported")
+        if own.get("rope_theta") is None:
+            raise ValueError(f"{where} has no rope_theta: rope_parameters must give it for each type of layer")
+        if "truncate" in own and own["truncate"] is not True:
+            raise ValueError(
+                f"{where} has truncate={own['truncate']!r}: say it beside {FULL}, as transformers reads it"
+            )
+        text[name] = read_rope(own, where, original_max_position_embeddings=context, truncate=rope.get("truncate"))

@@ -21,7 +21,6 @@ from cpjax.models.common.layers import (
     RMSNorm,
     apply_rope,
     rms_norm,
-    rope_frequencies,
     scan_layers,
     splice,
     stack_layers,
@@ -74,6 +73,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TextConfig, kind: str, shared: bool, *, dtype: Any, rngs: nnx.Rngs):
         self.kind, self.eps, self.head_dim = kind, config.rms_norm_eps, config.width(kind)
+        self.rope_scale = config.rope_of(kind).attention_factor
         self.window = (config.sliding_window - 1, None) if kind == SLIDING else (None, None)
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.kv_heads(kind)
         self.q_proj = Linear(size, heads * self.head_dim, dtype=dtype, rngs=rngs)
@@ -108,14 +108,15 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, angles: jax.Array) -> jax.Array:
         """x [B, L, E] -> [B, L, H, D]."""
-        return apply_rope(self.q_norm(self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim)), angles)
+        q = self.q_norm(self.q_proj(x).reshape(*x.shape[:2], -1, self.head_dim))
+        return apply_rope(q, angles, self.rope_scale)
 
     def keys_values(self, x: jax.Array, angles: jax.Array) -> KeysValues:
         """x [B, L, E] -> its own keys and values."""
         shape = (*x.shape[:2], -1, self.head_dim)
         k = self.k_proj(x).reshape(shape)
         v = k if self.v_proj is None else self.v_proj(x).reshape(shape)
-        return apply_rope(self.k_norm(k), angles), rms_norm(v, self.eps).astype(x.dtype)
+        return apply_rope(self.k_norm(k), angles, self.rope_scale), rms_norm(v, self.eps).astype(x.dtype)
 
     def finish(self, out: jax.Array) -> jax.Array:
         """What attention read, [B, L, H, D] -> [B, L, E]."""
@@ -388,15 +389,12 @@ class Gemma4(nnx.Module):
 
 
 def angles(config: TextConfig, positions: jax.Array, dtype: Any) -> dict[str, jax.Array]:
-    """By type of layer, how far each pair (i, i + D/2) of a head is turned at positions [B, L]: [B, L, D/2].
-
-    In full layers only the first share of the pairs turns, at the frequencies that they would have if all did.
-    """
-    sliding = rope_frequencies(config.width(SLIDING), config.sliding_rope_theta)
-    full = rope_frequencies(config.width(FULL), config.full_rope_theta)
-    full[int(config.partial_rotary_factor * config.width(FULL) // 2) :] = 0
+    """By type of layer, how far each pair (i, i + D/2) of a head is turned at positions [B, L]: [B, L, D/2]."""
     turns = positions.astype(dtype)[..., None]
-    return {SLIDING: turns * jnp.asarray(sliding, dtype), FULL: turns * jnp.asarray(full, dtype)}
+    return {
+        kind: turns * jnp.asarray(config.rope_of(kind).frequencies(config.width(kind)), dtype)
+        for kind in (SLIDING, FULL)
+    }
 
 
 def by_group(inputs: jax.Array | None, stack: Stack) -> tuple[jax.Array, ...]:

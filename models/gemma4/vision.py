@@ -18,10 +18,10 @@ from cpjax.models.common.layers import (
     RMSNorm,
     apply_rope,
     rms_norm,
-    rope_frequencies,
     scan_layers,
     stack_layers,
 )
+from cpjax.models.common.rope import rope_frequencies
 from cpjax.models.gemma4.config import VisionConfig
 from cpjax.models.gemma4.layers import ClippedLinear, geglu, scaled_norm
 from cpjax.shard import Identity, Sharder, make_sharder

@@ -1,9 +1,9 @@
 """Step 3.7 vision-language models (Step3p7ForConditionalGeneration)."""
 
+from cpjax.models.common.rope import Rope
 from cpjax.models.step3p7.config import Config, TextConfig, VisionConfig
 from cpjax.models.step3p7.decode import decode, prefill
 from cpjax.models.step3p7.flops import forward_flops
-from cpjax.models.step3p7.layers import Rope
 from cpjax.models.step3p7.model import Step3p7
 from cpjax.models.step3p7.prepare import STREAMS, Media, Row, patchify, prepare
 from cpjax.models.step3p7.processing import MediaPlan, Processor

@@ -7,8 +7,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cpjax.models.common.hf_config import mapping, over, plain, positive, read
-from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Rope, Stack, stack
+from cpjax.models.common.hf_config import (
+    Fields,
+    by_kind,
+    mapping,
+    plain,
+    positive,
+    read,
+    rename,
+    report,
+    report_unknown,
+)
+from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
+from cpjax.models.step3p7.layers import DENSE, FULL, SLIDING, SPARSE, Layer, Stack, stack
 
 _DENSE_AT_FIRST = 3  # layers, where config.json does not say which are dense
 
@@ -27,6 +38,7 @@ class TextConfig:
     head_dim: int = 128
     query_pre_attn_scalar: float | None = None  # default: head_dim
     sliding_window: int | None = None
+    max_position_embeddings: int = 128000
     rms_norm_eps: float = 1e-5
     pad_token_id: int = 1
     layer_types: tuple[str, ...] | None = None  # default: full attention
@@ -97,7 +109,7 @@ class TextConfig:
                 f"{self.n_routed_experts}"
             )
         for rope in (self.rope, self.sliding_rope):
-            if (turning := int(self.head_dim * rope.partial)) < 2 or turning % 2 or rope.partial > 1:
+            if (turning := rope.turning(self.head_dim)) < 2 or turning % 2 or rope.partial > 1:
                 raise ValueError(
                     f"head_dim={self.head_dim} x partial_rotary_factor={rope.partial} gives {turning} rotated "
                     "features: it must be an even number of at least 2, and at most head_dim"
@@ -195,6 +207,37 @@ class Config:
             )
 
     @classmethod
+    def fields(cls) -> dict[str, Fields]:
+        """What becomes of each field of config.json, by the name of the object that it is in."""
+        top = Fields.of(
+            "config.json", cls, also=("text_config", "vision_config"), but=("text", "vision", "source"),
+        )  # fmt: skip
+        text = Fields.of(
+            "text_config", TextConfig, also=_TEXT_TOO, but=("rope", "sliding_rope"), only=_TEXT_ONLY,
+            unused={
+                "tie_word_embeddings": "that of the top level counts",
+                "hidden_act": "silu, whatever it says, as with transformers",
+                "output_router_logits": "no balance loss is added, as with transformers",
+                "num_local_experts": "n_routed_experts says it, as with transformers",
+                "max_seq_len": "nothing is as long as the context",
+            },
+        )  # fmt: skip
+        vision = Fields.of(
+            "vision_config", VisionConfig,
+            also=("mlp_ratio", "rope_parameters", "rope_scaling", "rope_theta", *_VISION_ALIASES),
+            but=("intermediate_size", "rope_theta"),
+            only={
+                "hidden_act": "quick_gelu", "attention_dropout": 0, "use_cls_token": False,
+                "partial_rotary_factor": 1,
+            },
+            unused={
+                "intermediate_size": "mlp_ratio says it",
+                "max_position_embeddings": "image_size says how large the table of positions is",
+            },
+        )  # fmt: skip
+        return {fields.where: fields for fields in (top, text, vision)}
+
+    @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Config:
         """Reads the content of config.json, in the form of the released checkpoints or that of transformers.
 
@@ -203,10 +246,16 @@ class Config:
         """
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
+        text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
+        top = {name: value for name, value in source.items() if value is not None}
+        rename(text, _TEXT_ALIASES)
+        rename(vision, _VISION_ALIASES)
+        for fields, part in zip(cls.fields().values(), (top, text, vision), strict=True):
+            fields.check(part)
         return cls(
-            text=read(TextConfig, _text(dict(mapping(source, "text_config")))),
-            vision=read(VisionConfig, _vision(dict(mapping(source, "vision_config")))),
-            **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in source},
+            text=read(TextConfig, _text(text)),
+            vision=read(VisionConfig, _vision(vision)),
+            **{f.name: top[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in top},
             source=copy.deepcopy(dict(source)),
         )
 
@@ -224,39 +273,30 @@ class Config:
             limits = [limit or 0.0 for limit in text[name]]  # as released
             text[name] = limits if any(limits[count:]) else limits[:count]
         text["rope_parameters"] = {
-            FULL: _rope_parameters(self.text.rope), SLIDING: _rope_parameters(self.text.sliding_rope)
+            FULL: self.text.rope.to_dict(), SLIDING: self.text.sliding_rope.to_dict()
         }  # fmt: skip
         del text["rope"], text["sliding_rope"]
         vision["mlp_ratio"] = self.vision.intermediate_size / self.vision.hidden_size
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
-        source = copy.deepcopy(dict(self.source))
-        for name in _OTHER_NAMES:
-            for part in ("text_config", "vision_config"):
-                (source.get(part) or {}).pop(name, None)
-        return over(source, {
+        top_fields, text_fields, vision_fields = self.fields().values()
+        return {
+            **copy.deepcopy(top_fields.others(self.source)),
             "architectures": ["Step3p7ForConditionalGeneration"],
             "model_type": self.model_type,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},
-            "text_config": {"model_type": "step3p5", "tie_word_embeddings": self.tie_word_embeddings, **text},
-            "vision_config": {"model_type": "step3p5_vision", "hidden_act": "quick_gelu", **vision},
-        })  # fmt: skip
+            "text_config": {
+                **text_fields.others(mapping(self.source, "text_config")),
+                "model_type": "step3p5", "tie_word_embeddings": self.tie_word_embeddings, **text,
+            },
+            "vision_config": {
+                **vision_fields.others(mapping(self.source, "vision_config")),
+                "model_type": "step3p5_vision", "hidden_act": "quick_gelu", **vision,
+            },
+        }  # fmt: skip
 
 
 def _text(text: dict[str, Any]) -> dict[str, Any]:
     """The text_config of config.json with the names of `TextConfig`."""
-    for name, other in (
-        ("num_key_value_heads", "num_attention_groups"), ("n_routed_experts", "moe_num_experts"),
-        ("n_routed_experts", "num_local_experts"), ("num_experts_per_tok", "moe_top_k"),
-        ("share_expert_dim", "share_expert_dims"), ("num_nextn_predict_layers", "num_mtp_layers"),
-    ):  # fmt: skip
-        if name not in text and other in text:
-            text[name] = text[other]
-    for key, needed in (
-        ("attention_bias", False), ("mlp_bias", False), ("attention_dropout", 0),
-        ("use_bidirectional_attention", False),
-    ):  # fmt: skip
-        if (text.get(key) or needed) != needed:
-            raise ValueError(f"text_config.{key}={text[key]!r} is not supported: only {needed!r} is")
     count = text.get("num_hidden_layers", TextConfig.num_hidden_layers)
     ahead = text.get("num_nextn_predict_layers") or 0
     text["num_nextn_predict_layers"] = ahead
@@ -273,30 +313,71 @@ def _text(text: dict[str, Any]) -> dict[str, Any]:
         if isinstance(kinds, list) and ahead and len(kinds) == count + ahead:
             text[name], text[f"mtp_{name}"] = kinds[:count], kinds[count:]
 
-    if text.get("num_sliding_attention_heads") is None:
-        text["num_sliding_attention_heads"] = mapping(text, "attention_other_setting").get("num_attention_heads")
-    heads = text["num_sliding_attention_heads"] or text.get("num_attention_heads", TextConfig.num_attention_heads)
-    for layer, other in mapping(text, "per_layer_config").items():
-        if other != {"num_attention_heads": heads}:
-            raise ValueError(
-                f"text_config.per_layer_config says {other} of layer {layer}: only num_attention_heads={heads}, that "
-                "of all sliding layers, is supported"
-            )
-
     kinds = text.get("layer_types") or [FULL] * count
+    _read_heads(text, kinds)
+    _read_ropes(text, kinds)
+    return text
+
+
+def _read_heads(text: dict[str, Any], kinds: Sequence[str]) -> None:
+    """Moves how many queries each type of layer has into fields."""
+    heads = text.get("num_attention_heads", TextConfig.num_attention_heads)
+    if "per_layer_config" in text:
+        own = by_kind(text, kinds, {"num_attention_heads": heads})
+        for kind, name in ((FULL, "num_attention_heads"), (SLIDING, "num_sliding_attention_heads")):
+            if kind in own:
+                text[name] = own[kind]["num_attention_heads"]
+        return
+    other = mapping(text, "attention_other_setting")
+    for name, same in (
+        ("num_attention_groups", text.get("num_key_value_heads", TextConfig.num_key_value_heads)),
+        ("head_dim", text.get("head_dim", TextConfig.head_dim)), ("attention_type", SLIDING),
+    ):  # fmt: skip
+        if other.get(name) not in (same, None):
+            raise ValueError(
+                f"text_config.attention_other_setting.{name}={other[name]!r} is not supported: only {same!r} is, as in "
+                "full layers"
+            )
+    if text.get("num_sliding_attention_heads") is None:
+        text["num_sliding_attention_heads"] = other.get("num_attention_heads")
+
+
+def _read_ropes(text: dict[str, Any], kinds: Sequence[str]) -> None:
+    """Moves the ropes of the types of layers into fields.
+
+    As with transformers, older files have one entry for each layer, and a `rope_scaling` of full layers; nothing of
+    these counts beside `rope_parameters`.
+    """
+    older = [name for name in ("rope_theta", "partial_rotary_factors", "rope_scaling") if text.get(name) is not None]
+    context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
     by_type = mapping(text, "rope_parameters")
+    report_unknown("text_config.rope_parameters", by_type, (FULL, SLIDING))
+    if by_type and (missing := sorted(set(kinds) - by_type.keys())):
+        raise ValueError(f"text_config.rope_parameters has no set for {missing[0]}: give one for each type of layer")
+    if by_type and older:
+        report(f"text_config.rope_parameters counts, and not {', '.join(older)} beside it, as with transformers")
+    if not by_type and text.get("partial_rotary_factor") is not None:
+        raise ValueError(
+            "text_config.partial_rotary_factor is not read: give partial_rotary_factors, one for each layer"
+        )
     for kind, name in ((FULL, "rope"), (SLIDING, "sliding_rope")):
-        if kind in by_type:
-            rope = dict(by_type[kind])
-        elif kind in kinds:
+        if kind not in kinds and kind not in by_type:
+            continue
+        where = f"text_config.rope_parameters.{kind}"
+        if by_type:
+            rope = dict(mapping(by_type, kind))
+            rope.setdefault("partial_rotary_factor", text.get("partial_rotary_factor"))
+        else:
             rope = {"rope_theta": _of_layer(text, "rope_theta", kinds, kind)}
             rope["partial_rotary_factor"] = _of_layer(text, "partial_rotary_factors", kinds, kind)
-            if kind == FULL:
+            if kind == FULL and text.get("rope_scaling"):
+                where = "text_config.rope_scaling"
                 rope |= mapping(text, "rope_scaling")
-        else:
-            continue
-        text[name] = _rope(rope)
-    return text
+                if "type" in rope and "rope_type" not in rope:
+                    raise ValueError(f"{where} has type={rope['type']!r} without rope_type: call it rope_type")
+        if rope.get("truncate") not in (True, None):
+            raise ValueError(f"{where} has truncate={rope['truncate']!r}, which is not supported: leave it out")
+        text[name] = read_rope(rope, where, original_max_position_embeddings=context)
 
 
 def _of_layer(text: dict[str, Any], name: str, kinds: Sequence[str], kind: str) -> Any:
@@ -311,54 +392,33 @@ def _of_layer(text: dict[str, Any], name: str, kinds: Sequence[str], kind: str) 
     return value[kinds.index(kind)]
 
 
-def _rope(source: Mapping[str, Any]) -> Rope:
-    kind = source.get("rope_type") or "default"
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type={kind!r} is not supported: use 'default' or 'llama3'")
-    llama3 = None
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if missing := [name for name in names if source.get(name) is None]:
-            raise ValueError(f"rope_type='llama3' was given without {missing[0]}: name it beside rope_type")
-        factor, low, high, context = (float(source[name]) for name in names)
-        llama3 = (factor, low, high, context)
-    theta, partial = source.get("rope_theta"), source.get("partial_rotary_factor")
-    return Rope(Rope.theta if theta is None else theta, Rope.partial if partial is None else partial, llama3)
-
-
-def _rope_parameters(rope: Rope) -> dict[str, Any]:
-    out = {"rope_type": "default", "rope_theta": rope.theta, "partial_rotary_factor": rope.partial}
-    if rope.llama3 is not None:
-        factor, low, high, context = rope.llama3
-        out |= {
-            "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
-            "original_max_position_embeddings": int(context),
-        }  # fmt: skip
-    return out
-
-
 def _vision(vision: dict[str, Any]) -> dict[str, Any]:
     """The vision_config of config.json with the names of `VisionConfig`."""
-    for name, other in (
-        ("hidden_size", "width"), ("num_hidden_layers", "layers"), ("num_attention_heads", "heads"),
-        ("layer_scale_init_value", "ls_init_value"),
-    ):  # fmt: skip
-        if other in vision:
-            vision[name] = vision[other]
-    for key, needed in (("hidden_act", "quick_gelu"), ("attention_dropout", 0), ("use_cls_token", False)):
-        if (vision.get(key) or needed) != needed:
-            raise ValueError(f"vision_config.{key}={vision[key]!r} is not supported: only {needed!r} is")
-    size = vision.get("hidden_size", VisionConfig.hidden_size)
-    vision["intermediate_size"] = int(size * vision.get("mlp_ratio", 8960 / 1536))
-    vision["rope_theta"] = mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+    size, ratio = vision.get("hidden_size", VisionConfig.hidden_size), vision.get("mlp_ratio", 8960 / 1536)
+    if not isinstance(ratio, int | float):
+        raise ValueError(f"vision_config.mlp_ratio={ratio!r} must be a number")
+    vision["intermediate_size"] = int(size * ratio)
+    vision["rope_theta"] = read_axial_theta(vision, "vision_config", VisionConfig.rope_theta)
     return vision
 
 
-_OTHER_NAMES = (
-    "num_attention_groups", "moe_num_experts", "num_local_experts", "moe_top_k", "share_expert_dims", "num_mtp_layers",
-    "moe_layers_enum", "attention_other_setting", "per_layer_config", "rope_theta", "partial_rotary_factors",
-    "rope_scaling", "width", "layers", "heads", "ls_init_value",
-)  # fmt: skip
-"""What else config.json may call fields that are written under the names above."""
-
 _MAY_BE_ZERO = ("pad_token_id", "num_nextn_predict_layers")
+_TEXT_ALIASES = {
+    "num_attention_groups": "num_key_value_heads", "moe_num_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok", "share_expert_dims": "share_expert_dim",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}  # fmt: skip
+_VISION_ALIASES = {
+    "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "ls_init_value": "layer_scale_init_value",
+}  # fmt: skip
+_TEXT_TOO = (
+    *_TEXT_ALIASES, "moe_layers_enum", "attention_other_setting", "per_layer_config", "rope_parameters", "rope_theta",
+    "rope_scaling", "partial_rotary_factor", "partial_rotary_factors",
+)  # fmt: skip
+_TEXT_ONLY: Mapping[str, Any] = {
+    "attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "use_bidirectional_attention": False,
+    "gating": True, "yarn_only_types": [FULL], "use_moe": True, "moe_router_activation": "sigmoid",
+    "use_moe_router_bias": True, "need_fp32_gate": True, "use_head_wise_attn_gate": True, "norm_expert_weight": True,
+    "sparse_attention_config": {}, "moe_layer_freq": None,
+}  # fmt: skip

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import NamedTuple
-
-import numpy as np
-
-from cpjax.models.common.layers import rope_frequencies
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DENSE, SPARSE = "dense", "sparse"
@@ -36,37 +30,6 @@ class Stack(NamedTuple):
     start: int
     pattern: tuple[Layer, ...]
     repeats: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary positions of one kind of layers.
-
-    Attributes:
-        theta: base of the wavelengths.
-        partial: share of a head's features that turns.
-        llama3: Llama 3.1's stretching for long contexts (factor, low_freq_factor, high_freq_factor,
-            original_max_position_embeddings), or None.
-    """
-
-    theta: float = 10000.0
-    partial: float = 1.0
-    llama3: tuple[float, float, float, float] | None = None
-
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Angle by which each pair of features turns per position.
-
-        Under Llama 3.1's rule (arXiv 2407.21783, section 3.4.2, and its code) pairs slower than the original context
-        divided by `low_freq_factor` are slowed down by the factor, those faster than that divided by `high_freq_factor`
-        keep their pace, and those between are blended.
-        """
-        plain = rope_frequencies(int(head_dim * self.partial), self.theta)
-        if self.llama3 is None:
-            return plain
-        factor, low, high, context = self.llama3
-        turns = context * plain / (2 * math.pi)  # in the original context
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return plain * (kept + (1 - kept) / factor)
 
 
 def stack(layers: tuple[Layer, ...]) -> tuple[Stack, ...]:

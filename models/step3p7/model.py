@@ -71,6 +71,7 @@ class Attention(nnx.Module):
         self.head_dim = config.head_dim
         self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         self.sliding = layer.sliding
+        self.rope_scale = (config.sliding_rope if layer.sliding else config.rope).attention_factor
         self.window = config.sliding_window if layer.sliding else None
         self.q_proj = Linear(size, heads * self.head_dim, dtype=dtype, rngs=rngs)
         self.k_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
@@ -92,7 +93,8 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, L, H, D], keys and values [B, L, K, D]."""
         q, k, v = (p(x).reshape(*x.shape[:2], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return apply_rope(self.q_norm(q), angles), apply_rope(self.k_norm(k), angles), v
+        scale = self.rope_scale
+        return apply_rope(self.q_norm(q), angles, scale), apply_rope(self.k_norm(k), angles, scale), v
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, local: Local) -> jax.Array:
         """Causal attention inside documents, and the window if there is one, [B, L, H, D]."""

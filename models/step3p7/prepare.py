@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,9 @@ class Media:
     """An image as one or more views, for the family's processor crops and then the whole.
 
     Attributes:
-        patches: [sum of h w, patch_dim], in the order of `patchify`.
-        grid: (h, w) of each view, in patches.
+        patches: [N, patch_dim], in the order of `patchify`: each view's, padded below and on the right with zeros to
+            sides that are multiples of 4.
+        grid: (h, w) of each view, in patches, without that padding.
         modality: always "image".
     """
 
@@ -45,7 +47,7 @@ class Row:
     """One row of a batch: one or more documents.
 
     Attributes:
-        input_ids: [S]; each view is a run of h w / 16 placeholder tokens, in the order of `media`.
+        input_ids: [S]; each view is a run of ceil(h / 4) ceil(w / 4) placeholder tokens, in the order of `media`.
         labels: [S], labels[t] belongs to input_ids[t] (`prepare` shifts them); -100 = no target; None = none at all.
         document_ids: [S], 1-based, each document one run; None = a single document.
         media: images in their order in the row.
@@ -141,40 +143,45 @@ def _check_placeholders(
 
 def _tokens(config: VisionConfig, view: tuple[int, int]) -> int:
     """Number of features of a view."""
-    return view[0] * view[1] // config.spatial_merge_size**2
+    return math.prod(_padded(config, view)) // config.spatial_merge_size**2
+
+
+def _padded(config: VisionConfig, view: tuple[int, int]) -> tuple[int, int]:
+    """Sides of a view, padded so that each feature is of the same number of patches."""
+    height, width = (side + -side % config.spatial_merge_size for side in view)
+    return height, width
 
 
 def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[str, np.ndarray]:
     """The packed patches of a row and what the tower must know about each."""
-    unit = config.spatial_merge_size
     pixels, segments, positions = [np.zeros((0, config.patch_dim), np.float32)], [np.zeros(0, int)], []
     indices, weights = [np.zeros((0, 4), int)], [np.zeros((0, 4))]
     windows = [[np.zeros((0, 9), int)], [np.zeros((0, 9), int)]]
     for item in media:
-        if not item.grid or any(min(view) < 1 or view[0] % unit or view[1] % unit for view in item.grid):
+        if not item.grid or any(min(view) < 1 for view in item.grid):
             raise ValueError(
-                f"row {number} has an image of the grids {item.grid}: it needs at least one view (h, w), h and w "
-                f"multiples of {unit}"
+                f"row {number} has an image of the grids {item.grid}: it needs at least one view (h, w), and none empty"
             )
-        if item.patches.shape != (total := sum(h * w for h, w in item.grid), config.patch_dim):
+        if item.patches.shape != (total := sum(math.prod(_padded(config, v)) for v in item.grid), config.patch_dim):
             raise ValueError(
                 f"row {number} has patches of shape {item.patches.shape} for the grids {item.grid}: it must be "
                 f"{(total, config.patch_dim)}"
             )
         pixels.append(item.patches)
-        for height, width in item.grid:
-            coordinates = np.stack(np.divmod(np.arange(height * width), width), axis=-1)
+        for view in item.grid:
+            room = _padded(config, view)
+            coordinates = np.stack(np.divmod(np.arange(math.prod(room)), room[1]), axis=-1)
             # the border of the table lies on the border of the grid
-            source = (coordinates + 0.5) * config.table_side / np.array([height, width]) - 0.5
+            source = (coordinates + 0.5) * config.table_side / np.array(view) - 0.5
             index, weight = bilinear(np.maximum(source, 0), config.table_side)
             done = sum(map(len, segments))
-            segments.append(np.full(height * width, len(segments)))
+            segments.append(np.where((coordinates < view).all(-1), len(segments), 0))
             positions.append(coordinates)
             indices.append(index)
             weights.append(weight)
             for level in windows:
-                level.append(_windows(height, width, done))
-                height, width, done = height // 2, width // 2, done // 4
+                level.append(_windows(view, room, done))
+                view, room, done = (-(-view[0] // 2), -(-view[1] // 2)), (room[0] // 2, room[1] // 2), done // 4
     return {
         "pixel_values": np.concatenate(pixels).astype(np.float32),
         "vision_segment_ids": np.concatenate(segments).astype(np.int32),
@@ -186,38 +193,44 @@ def _vision(config: VisionConfig, media: Sequence[Media], number: int) -> dict[s
     }
 
 
-def _windows(height: int, width: int, start: int) -> np.ndarray:
+def _windows(grid: tuple[int, int], room: tuple[int, int], start: int) -> np.ndarray:
     """What the 3 x 3 windows of a convolution with stride 2 and a border of one see: [h w / 4, 9], -1 on the border.
 
     Args:
+        grid: the sides (h, w).
+        room: those that it is padded to; the padding is seen as border.
         start: number of the grid's first entry.
     """
-    row, column = (2 * np.arange(n // 2)[:, None] + np.arange(-1, 2) for n in (height, width))  # [n / 2, 3]
-    index = start + row[:, None, :, None] * width + column[None, :, None, :]
-    inside = (row >= 0)[:, None, :, None] & (column >= 0)[None, :, None, :]  # sides are even: no window sticks out
+    (row, of_row), (column, of_column) = (
+        (places := 2 * np.arange(most // 2)[:, None] + np.arange(-1, 2), (places >= 0) & (places < side))  # [n / 2, 3]
+        for side, most in zip(grid, room, strict=True)
+    )
+    index = start + row[:, None, :, None] * room[1] + column[None, :, None, :]
+    inside = of_row[:, None, :, None] & of_column[None, :, None, :]
     return np.where(inside, index, -1).reshape(-1, 9)
 
 
 def patchify(config: VisionConfig, views: Sequence[np.ndarray]) -> Media:
-    """Cuts the views of an image into the tower's patches, row by row.
+    """Cuts the views of an image into the tower's patches, row by row; what is less than a patch is left out.
 
     Args:
         config: the tower's configuration.
         views: each [H, W, C], already normalised.
 
     Raises:
-        ValueError: a size that is not a multiple of 4 x patch_size, or another number of channels.
+        ValueError: a size of less than patch_size, or another number of channels.
     """
-    side, unit = config.patch_size, config.spatial_merge_size * config.patch_size
-    patches, grid = [], []
+    side, patches, grid = config.patch_size, [], []
     for view in views:
-        if view.ndim != 3 or any(n % unit or not n for n in view.shape[:2]) or view.shape[2] != config.num_channels:
+        if view.ndim != 3 or min(view.shape[:2]) < side or view.shape[2] != config.num_channels:
             raise ValueError(
-                f"a view of shape {view.shape} was given: it must be [H, W, {config.num_channels}], H and W multiples "
-                f"of {unit}"
+                f"a view of shape {view.shape} was given: it must be [H, W, {config.num_channels}], H and W at least "
+                f"{side}"
             )
         height, width = view.shape[0] // side, view.shape[1] // side
-        cut = view.reshape(height, side, width, side, config.num_channels).transpose(0, 2, 4, 1, 3)
-        patches.append(cut.reshape(height * width, config.patch_dim))
+        room = _padded(config, (height, width))
+        cut = view[: height * side, : width * side].reshape(height, side, width, side, config.num_channels)
+        cut = np.pad(cut.transpose(0, 2, 4, 1, 3), [(0, room[0] - height), (0, room[1] - width), *[(0, 0)] * 3])
+        patches.append(cut.reshape(-1, config.patch_dim))
         grid.append((height, width))
     return Media(np.ascontiguousarray(np.concatenate(patches), np.float32), tuple(grid))

@@ -201,5 +201,6 @@ def _check(config: Config, views: Views, source: Mapping[str, Any], path: pathli
             raise ValueError(f"{path} says {name}={value!r}: only {needed!r} works with this model")
     unit = vision.patch_size * vision.spatial_merge_size
     for name, side in (("size", views.whole), ("patch_size", views.crop)):
-        if side % unit:
+        # transformers writes (side // unit)^2 placeholders for a view, while the tower has a feature for what is less
+        if side < unit or side // vision.patch_size % vision.spatial_merge_size:
             raise ValueError(f"{path} says {name}={side}: it must be a multiple of {unit}")

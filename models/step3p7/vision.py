@@ -15,10 +15,10 @@ from cpjax.models.common.layers import (
     Linear,
     Remat,
     apply_rope,
-    rope_frequencies,
     scan_layers,
     stack_layers,
 )
+from cpjax.models.common.rope import rope_frequencies
 from cpjax.models.step3p7.config import VisionConfig
 from cpjax.shard import Identity, Sharder, make_sharder
 

@@ -12,6 +12,8 @@ from cpjax.models import family, from_pretrained, save_pretrained
 
 from .qwen3_5_cases import GOLDENS
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* not known here")
+
 UNUSED = {
     "dtype": "float32", "eos_token_id": [3, 4], "bos_token_id": 2, "max_position_embeddings": 4096, "use_cache": False,
     "initializer_range": 0.01, "embd_pdrop": 0.1, "auto_map": {"AutoConfig": "own.Config"},
@@ -20,7 +22,7 @@ UNUSED = {
 CHANGES = {
     "qwen3_5": {"vocab_size": 112, "rope_theta": 10.0},
     "qwen3_5_moe": {"router_aux_loss_coef": 0.5},
-    "gemma4": {"sliding_window": 5, "full_rope_theta": 10.0},
+    "gemma4": {"sliding_window": 5},
     "gemma4_e": {"final_logit_softcapping": 3.0},
     "step3p7": {"moe_router_scaling_factor": 2.0, "num_key_value_heads": 1, "num_experts_per_tok": 1},
 }  # fmt: skip

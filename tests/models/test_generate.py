@@ -1,5 +1,6 @@
 """Generation with a cache: against transformers, the full forward, and on a mesh."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -10,12 +11,14 @@ import pytest
 from flax import nnx
 
 from cpjax.mesh import make_mesh
+from cpjax.models import family
 from cpjax.models import generate as module
 from cpjax.models.common.checkpoint import parameter_sharding
 from cpjax.models.generate import generate, sample
 from cpjax.models.qwen3_5 import STREAMS, Media, Row, decode, prefill, prepare
 from cpjax.shard import Identity, make_batch
 
+from .families import CONFIGS
 from .qwen3_5_cases import FOLDER, GOLDENS, golden, golden_model, golden_rows, small_model
 
 OPTIONS = {"xla_backend_optimization_level": 0}  # halves the compile time
@@ -116,6 +119,39 @@ def test_decoding_equals_the_full_forward_in_float64():
         wanted = wanted[len(row.input_ids) - 1 :][:count]
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-10)
         np.testing.assert_array_equal(new, wanted.argmax(-1))
+
+
+@pytest.mark.parametrize(("name", "side"), [("qwen3_5", 3), ("gemma4", 3), ("step3p7", 4)])
+def test_images_of_any_number_of_patches(name, side):
+    """Where 9 of them become a token, and views of Step 3.7 of any size: as rows without pads of patches go on."""
+    source, config, rng = family(name), CONFIGS[name], np.random.default_rng(3)
+    config = source.reduced(config)
+    if name == "qwen3_5":
+        config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, spatial_merge_size=side))
+    vision = config.vision
+    assert vision.spatial_merge_size == side
+    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
+    height, width = (11, 6) if name == "step3p7" else (3 * side, side)  # in patches
+    pixels = rng.normal(size=(height * vision.patch_size, width * vision.patch_size, channels))
+    media = source.patchify(vision, [pixels] if name == "step3p7" else pixels)
+    tokens = -(-height // side) * -(-width // side)
+    assert len(media.patches) == tokens * side**2 and tokens in (3, 6)
+    rows = [source.Row([9, *[config.image_token_id] * tokens, 11, 12], media=[media]), source.Row([13, 14])]
+    model = jax.jit(lambda: nnx.split(source.Model(config, rngs=nnx.Rngs(0))), compiler_options=OPTIONS)()
+    model = nnx.merge(*model)
+    news = generate(model, rows, 3)
+    grown = [source.Row([*row.input_ids, *new], media=row.media) for row, new in zip(rows, news, strict=True)]
+    batch, sharder = make_batch(source.prepare(config, grown), Identity(), streams=source.STREAMS)
+    assert batch["pixel_values"].shape[1] == len(media.patches)
+
+    @functools.partial(jax.jit, compiler_options=OPTIONS)
+    def at_once(params, batch, sharder):
+        model = nnx.merge(graph, params)
+        return model.logits(model(batch, sharder, remat="none")).argmax(-1)
+
+    graph, params = nnx.split(model)
+    for row, new, found in zip(rows, news, np.asarray(at_once(params, batch, sharder)).tolist(), strict=True):
+        assert found[len(row.input_ids) - 1 :][:3] == new
 
 
 def test_bfloat16_keeps_states_in_float32():

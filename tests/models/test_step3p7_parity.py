@@ -1,13 +1,15 @@
 """Step 3.7 against transformers, by way of golden files: logits, losses and every gradient, the heads' among them."""
 
+import jax
 import numpy as np
 from flax import nnx
+from safetensors.numpy import load_file
 
 from cpjax.models import to_hf_names
-from cpjax.models.step3p7 import STREAMS, prepare
+from cpjax.models.step3p7 import STREAMS, Row, patchify, prepare
 from cpjax.shard import Identity, make_batch
 
-from .step3p7_cases import golden, golden_model, golden_rows, value_and_grads
+from .step3p7_cases import GOLDENS, golden, golden_model, golden_rows, value_and_grads
 
 
 def test_logits_losses_and_every_gradient():
@@ -36,3 +38,18 @@ def test_logits_losses_and_every_gradient():
         assert norm > 0, key
         error = np.linalg.norm(found - value) / norm
         assert error < 1e-4, (key, error)
+
+
+def test_features_of_views_of_any_size():
+    """Sides of 5 x 9, 11 x 6 and 1 x 4 patches, packed together; half a patch is left out."""
+    case, model = load_file(GOLDENS / "step3p7-views.safetensors"), golden_model()
+    sizes = sorted({name.split(".")[0] for name in case})
+    pairs = [(np.moveaxis(case[f"{size}.pixels"], 1, -1), case[f"{size}.features"]) for size in sizes]
+    media = patchify(model.config.vision, [view for views, _ in pairs for view in views])
+    wanted = np.concatenate([own for _, features in pairs for own in features])
+    assert sizes == ["10x18", "23x13", "2x8"] and len(media.patches) == 16 * len(wanted) == 16 * 26
+    row = Row([2, *[model.config.image_token_id] * len(wanted)], media=[media])
+    batch = prepare(model.config, [row], num_patches=len(media.patches) + 32)
+    features = jax.jit(lambda batch: model.projector(model.visual(batch, np.float32, "none", "auto"))[0])(batch)
+    assert wanted.std() > 0.1
+    np.testing.assert_allclose(np.asarray(features)[batch["vision_index"][0, 1:]], wanted, rtol=0, atol=2e-5)

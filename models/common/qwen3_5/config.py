@@ -7,14 +7,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from cpjax.models.common.hf_config import mapping, over, plain, positive, read
+from cpjax.models.common.hf_config import Fields, mapping, plain, positive, read, rename, report
+from cpjax.models.common.rope import Rope, read_axial_theta, read_rope
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The language model but for its MLPs; as in config.json, where the last three live in `rope_parameters`."""
+    """The language model but for its MLPs; as in config.json, where the last five live in `rope_parameters`.
+
+    `rope_scaling` has the parameters of a `rope_type` other than "default", as `Rope` has them.
+    """
 
     vocab_size: int = 248320
     hidden_size: int = 4096
@@ -30,10 +34,13 @@ class TextConfig:
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = None
     mtp_num_hidden_layers: int = 0
+    max_position_embeddings: int = 32768
     layer_types: tuple[str, ...] | None = None  # default: every fourth layer is full attention
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 0.25
     mrope_section: tuple[int, ...] = (11, 11, 10)
+    rope_type: str = "default"
+    rope_scaling: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.layer_types is None:
@@ -59,7 +66,11 @@ class TextConfig:
                 raise ValueError(
                     f"text_config.{many}={getattr(self, many)} must be a multiple of {few}={getattr(self, few)}"
                 )
-        if self.rotary_dim < 2 or self.rotary_dim % 2 or sum(self.mrope_section) != self.rotary_dim // 2:
+        if (
+            not 2 <= self.rotary_dim <= self.head_dim
+            or self.rotary_dim % 2
+            or sum(self.mrope_section) != self.rotary_dim // 2
+        ):
             raise ValueError(
                 f"head_dim={self.head_dim} x partial_rotary_factor={self.partial_rotary_factor} gives "
                 f"{self.rotary_dim} rotated features, but mrope_section={list(self.mrope_section)} has "
@@ -79,9 +90,14 @@ class TextConfig:
         return self.layer_types or ()
 
     @property
+    def rope(self) -> Rope:
+        """Rotary positions of the full-attention layers, the same along each of the three axes."""
+        return Rope(self.rope_theta, self.partial_rotary_factor, self.rope_type, self.rope_scaling)
+
+    @property
     def rotary_dim(self) -> int:
-        """Number of features of a head that rope turns."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        """Number of features of a head that have an angle."""
+        return self.rope.turning(self.head_dim)
 
     @property
     def period(self) -> int:
@@ -167,6 +183,23 @@ class Config:
                 )
 
     @classmethod
+    def fields(cls) -> dict[str, Fields]:
+        """What becomes of each field of config.json, by the name of the object that it is in."""
+        top = Fields.of(
+            "config.json", cls, also=("text_config", "vision_config"), but=("text", "vision", "source"),
+            only={"language_model_only": False},
+        )  # fmt: skip
+        text = Fields.of(
+            "text_config", cls.text_type, also=_TEXT_TOO, but=(*_ROPE, "rope_type", "mrope_section"), only=_TEXT_ONLY,
+            unused={"tie_word_embeddings": "that of the top level counts"},
+        )  # fmt: skip
+        vision = Fields.of(
+            "vision_config", VisionConfig, also=("rope_parameters", "rope_scaling", "rope_theta", *_VISION_ALIASES),
+            but=("rope_theta",), only=_VISION_ONLY,
+        )  # fmt: skip
+        return {fields.where: fields for fields in (top, text, vision)}
+
+    @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
         """Reads the content of config.json.
 
@@ -176,31 +209,29 @@ class Config:
         if source.get("model_type") != cls.model_type:
             raise ValueError(f"config.json says model_type={source.get('model_type')!r}: it must be {cls.model_type!r}")
         text, vision = dict(mapping(source, "text_config")), dict(mapping(source, "vision_config"))
-
-        rope = {**text, **mapping(text, "rope_scaling"), **mapping(text, "rope_parameters")}
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type={rope['rope_type']!r} is not supported: only 'default' is")
-        text.update({key: rope[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in rope})
-        for key, needed in (("hidden_act", "silu"), ("attention_bias", False), ("attention_dropout", 0),
-                            ("mtp_use_dedicated_embeddings", False)):  # fmt: skip
-            if text.get(key, needed) != needed:
-                raise ValueError(f"text_config.{key}={text[key]!r} is not supported: only {needed!r} is")
-        if text.get("layer_types") is None and "full_attention_interval" in text:
-            every = text["full_attention_interval"]
-            layers = text.get("num_hidden_layers", cls.text_type.num_hidden_layers)
-            text["layer_types"] = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
-
-        vision["rope_theta"] = mapping(vision, "rope_parameters").get("rope_theta", VisionConfig.rope_theta)
+        top = {name: value for name, value in source.items() if value is not None}
+        rename(vision, _VISION_ALIASES)
         for key in ("patch_size", "temporal_patch_size"):
             if isinstance(vision.get(key), list | tuple):
                 sides = set(vision[key])
                 if len(sides) != 1:
                     raise ValueError(f"vision_config.{key}={vision[key]} is not supported: patches must be square")
                 vision[key] = sides.pop()
+        for fields, part in zip(cls.fields().values(), (top, text, vision), strict=True):
+            fields.check(part)
+        _read_rope(text)
+        if text.get("layer_types") is None and text.get("full_attention_interval") is not None:
+            every = text["full_attention_interval"]
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(f"text_config.full_attention_interval={every!r} must be an integer >= 1")
+            layers = text.get("num_hidden_layers", cls.text_type.num_hidden_layers)
+            text["layer_types"] = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+
+        vision["rope_theta"] = read_axial_theta(vision, "vision_config", VisionConfig.rope_theta)
         return cls(
             text=read(cls.text_type, text),
             vision=read(VisionConfig, vision),
-            **{f.name: source[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in source},
+            **{f.name: top[f.name] for f in dataclasses.fields(cls)[2:-1] if f.name in top},
             source=copy.deepcopy(dict(source)),
         )
 
@@ -210,18 +241,60 @@ class Config:
             return copy.deepcopy(dict(self.source))
         text, vision = plain(self.text), plain(self.vision)
         text["rope_parameters"] = {
-            "rope_type": "default",
-            "mrope_interleaved": True,
-            **{key: text.pop(key) for key in ("rope_theta", "partial_rotary_factor", "mrope_section")},
-        }
+            **self.text.rope.to_dict(), "mrope_interleaved": True, "mrope_section": text.pop("mrope_section"),
+        }  # fmt: skip
+        for name in ("rope_theta", "partial_rotary_factor", "rope_type", "rope_scaling"):
+            del text[name]
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
+        top_fields, text_fields, vision_fields = self.fields().values()
         tied = self.tie_word_embeddings
-        return over(self.source, {
+        return {
+            **copy.deepcopy(top_fields.others(self.source)),
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},
             "text_config": {
+                **text_fields.others(mapping(self.source, "text_config")),
                 "model_type": f"{self.model_type}_text", "hidden_act": "silu", "tie_word_embeddings": tied, **text,
             },
-            "vision_config": {"model_type": f"{self.model_type}_vision", **vision},
-        })  # fmt: skip
+            "vision_config": {
+                **vision_fields.others(mapping(self.source, "vision_config")),
+                "model_type": f"{self.model_type}_vision", **vision,
+            },
+        }  # fmt: skip
+
+
+_ROPE = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+_TEXT_TOO = (*_ROPE, "rope_parameters", "full_attention_interval", "original_max_position_embeddings")
+_TEXT_ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0, "attn_output_gate": True,
+    "output_gate_type": "swish", "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False,
+    "mlp_only_layers": [],
+}  # fmt: skip
+_VISION_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+_VISION_ONLY: Mapping[str, Any] = {"deepstack_visual_indexes": [], "partial_rotary_factor": 1}
+
+
+def _read_rope(text: dict[str, Any]) -> None:
+    """Moves the set of `rope_parameters` into fields. As with transformers, `rope_scaling` takes its place."""
+    where = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    source = dict(mapping(text, where))
+    if where == "rope_scaling" and text.get("rope_parameters"):
+        report("text_config.rope_scaling counts, and not rope_parameters beside it, as with transformers")
+    if nested := sorted({LINEAR, FULL} & source.keys()):
+        raise ValueError(f"text_config.{where} has a set of its own for {nested[0]}: give one for all layers")
+    if source.get("mrope_interleaved") not in (True, None):
+        raise ValueError(
+            f"text_config.{where} has mrope_interleaved={source['mrope_interleaved']!r}: only true is supported"
+        )
+    if text.get("original_max_position_embeddings") is not None:  # which counts more
+        source["original_max_position_embeddings"] = text["original_max_position_embeddings"]
+    context = text.get("max_position_embeddings", TextConfig.max_position_embeddings)
+    rope = read_rope(
+        source, f"text_config.{where}", beside=("mrope_section", "mrope_interleaved"),
+        original_max_position_embeddings=context, rope_theta=text.get("rope_theta"),
+        partial_rotary_factor=text.get("partial_rotary_factor", TextConfig.partial_rotary_factor),
+    )  # fmt: skip
+    text.update(rope_theta=rope.theta, partial_rotary_factor=rope.partial, rope_type=rope.kind)
+    text["rope_scaling"] = rope.scaling
+    text["mrope_section"] = source.get("mrope_section") or TextConfig.mrope_section

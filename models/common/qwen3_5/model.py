@@ -19,7 +19,6 @@ from cpjax.models.common.layers import (
     Remat,
     RMSNorm,
     apply_rope,
-    rope_frequencies,
     scan_layers,
     splice,
     stack_layers,
@@ -61,7 +60,7 @@ class GatedAttention(nnx.Module):
     """
 
     def __init__(self, config: TextConfig, *, dtype: Any, rngs: nnx.Rngs):
-        self.head_dim = config.head_dim
+        self.head_dim, self.rope_scale = config.head_dim, config.rope.attention_factor
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         self.q_proj = Linear(size, heads * self.head_dim * 2, dtype=dtype, rngs=rngs)  # per head [query | gate]
         self.k_proj = Linear(size, kv_heads * self.head_dim, dtype=dtype, rngs=rngs)
@@ -81,10 +80,11 @@ class GatedAttention(nnx.Module):
     def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Queries [B, L, H, D], keys and values [B, L, K, D], and the gate of the output [B, L, H, D]."""
         rows, length, _ = x.shape
+        scale = self.rope_scale
         q, gate = jnp.split(self.q_proj(x).reshape(rows, length, -1, 2 * self.head_dim), 2, axis=-1)
         k = self.k_proj(x).reshape(rows, length, -1, self.head_dim)
         v = self.v_proj(x).reshape(rows, length, -1, self.head_dim)
-        return apply_rope(self.q_norm(q), angles), apply_rope(self.k_norm(k), angles), v, gate
+        return apply_rope(self.q_norm(q), angles, scale), apply_rope(self.k_norm(k), angles, scale), v, gate
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, local: Local) -> jax.Array:
         """Causal attention inside documents, [B, L, H, D]."""
@@ -423,4 +423,4 @@ def mrope_angles(config: TextConfig, positions: jax.Array, dtype: Any) -> jax.Ar
     axis = frequency % 3
     axis = np.where(frequency < 3 * np.asarray(config.mrope_section)[axis], axis, 0)
     turns = jnp.moveaxis(positions.astype(dtype)[axis], 0, -1)
-    return turns * jnp.asarray(rope_frequencies(config.rotary_dim, config.rope_theta), dtype)
+    return turns * jnp.asarray(config.rope.frequencies(config.head_dim), dtype)

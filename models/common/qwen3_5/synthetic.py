@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +18,14 @@ def reduced(config: Config) -> Config:
     The large epsilon of its norms keeps rounding small, so that differences of 1e-5 in float32 mean something.
     """
     text, size = config.text, 64
-    widths = {f.name: 96 for f in dataclasses.fields(text) if f.name.endswith("intermediate_size")}
+    widths: Any = {f.name: 96 for f in dataclasses.fields(text) if f.name.endswith("intermediate_size")}
     return dataclasses.replace(
         config,
         text=dataclasses.replace(
             text, vocab_size=128, hidden_size=size, num_hidden_layers=text.period, **widths,
             layer_types=text.types[: text.period], head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16,
-            partial_rotary_factor=0.5, mrope_section=(2, 1, 1), rms_norm_eps=1e-2, pad_token_id=0,
+            partial_rotary_factor=0.5, mrope_section=(2, 1, 1), rope_type="default", rope_scaling=(),
+            rms_norm_eps=1e-2, pad_token_id=0,
         ),
         vision=dataclasses.replace(
             config.vision, depth=1, hidden_size=8 * config.vision.num_heads, intermediate_size=96, patch_size=2,

@@ -16,11 +16,11 @@ from cpjax.models.common.layers import (
     Remat,
     apply_rope,
     gelu,
-    rope_frequencies,
     scan_layers,
     stack_layers,
 )
 from cpjax.models.common.qwen3_5.config import VisionConfig
+from cpjax.models.common.rope import rope_frequencies
 from cpjax.shard import Identity, Sharder, make_sharder
 
 _EPS = 1e-6

@@ -91,6 +91,7 @@ def step3p7(root: pathlib.Path) -> None:
         text(14),
     ]
     case(root, model, heads, rows, crops=[3, 0, 1, 2, 0])
+    views(root, model)
 
 
 def named(model: torch.nn.Module, heads: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -143,6 +144,18 @@ def case(root: pathlib.Path, model, heads, rows: list[list[int]], crops: Sequenc
                 held.copy_(parameter.grad)
     arrays |= {f"grad.{k}": v for k, v in named(*gradients).items() if not k.endswith("router_bias")}
     save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, root / "step3p7-images.safetensors")
+
+
+def views(root: pathlib.Path, model: torch.nn.Module) -> None:
+    """Features of Step 3.7's views whose sides are no multiples of four patches, or of a patch."""
+    rng = np.random.default_rng(8)
+    out = {}
+    for height, width in ((10, 18), (23, 13), (2, 8)):
+        pixels = rng.normal(size=(2, 3, height, width)).astype(np.float32)
+        with torch.no_grad():
+            features = model.model.get_image_features(torch.tensor(pixels)).pooler_output
+        out |= {f"{height}x{width}.pixels": pixels, f"{height}x{width}.features": torch.stack(features).numpy()}
+    save_file(out, root / "step3p7-views.safetensors")
 
 
 def generated(model, inputs: dict[str, torch.Tensor], crops: Sequence[int], count: int = 8) -> np.ndarray:
