@@ -428,7 +428,8 @@ def _check_complete(model: Any, config: dict[str, Any], names: set[str], folder:
     """
     adapted = {_module(name) for name in names if ".lora_" in name}
     held = {name.removeprefix(_PREFIX) for name in names}
-    tensors = [name for weight in _modules(model) for name in weight.names]
+    # transformers builds no heads ahead
+    tensors = [name for weight in _modules(model) if not weight.path.startswith("mtp.") for name in weight.names]
     for name in tensors:
         if _is_saved(config, name) and name not in held:
             raise ValueError(

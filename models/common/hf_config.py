@@ -6,6 +6,7 @@ listed as one that changes nothing (`Fields`). Those that no list knows are repo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import warnings
@@ -117,7 +118,7 @@ class Fields:
 
     def others(self, source: Mapping[str, Any]) -> dict[str, Any]:
         """What is not read: it is written back as it was."""
-        return {name: value for name, value in source.items() if name not in self.read}
+        return copy.deepcopy({name: value for name, value in source.items() if name not in self.read})
 
 
 def _fits(value: Any, kind: str) -> bool:

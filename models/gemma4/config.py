@@ -330,7 +330,7 @@ class Config:
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
         top_fields, text_fields, vision_fields, audio_fields = self.fields().values()
         return {
-            **copy.deepcopy(top_fields.others(self.source)),
+            **top_fields.others(self.source),
             "architectures": ["Gemma4ForConditionalGeneration"],
             "model_type": self.model_type,
             "tie_word_embeddings": True,

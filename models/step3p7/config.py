@@ -280,7 +280,7 @@ class Config:
         vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
         top_fields, text_fields, vision_fields = self.fields().values()
         return {
-            **copy.deepcopy(top_fields.others(self.source)),
+            **top_fields.others(self.source),
             "architectures": ["Step3p7ForConditionalGeneration"],
             "model_type": self.model_type,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},

@@ -13,6 +13,8 @@ from cpjax.models.common.rope import Rope
 
 from .qwen3_5_cases import GOLDENS
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* not known here")
+
 UNUSED = {
     "dtype": "float32", "eos_token_id": [3, 4], "bos_token_id": 2, "max_position_embeddings": 4096, "use_cache": False,
     "initializer_range": 0.01, "embd_pdrop": 0.1, "auto_map": {"AutoConfig": "own.Config"},

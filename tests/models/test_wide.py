@@ -14,8 +14,10 @@ from safetensors.numpy import load_file, save_file
 from cpjax.mesh import make_mesh
 from cpjax.models import family, from_pretrained, save_pretrained
 from cpjax.models.common.checkpoint import leaves_by_path
-from cpjax.shard import Identity, make_batch
+from cpjax.shard import Identity, layout_from_name, make_batch
+from cpjax.train.step import place_batch
 from tests.jaxprs import equations
+from tests.train import small
 
 from .qwen3_5_cases import GOLDENS, golden, golden_rows
 
@@ -121,3 +123,19 @@ def test_bfloat16_is_no_further_from_float32():
 
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), state)  # for the same program
     assert 0 < distance(state) < 1.1 * distance(rounded) < 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "step3p7"])
+def test_training_keeps_the_dtypes(name):
+    """Under context parallelism, and of what the optimizer keeps of parameters; nothing is compiled."""
+    model, module = nnx.clone(narrow(name)), family(narrow(name).config.model_type)
+    row = module.synthetic_row(model.config, 24, 32, np.random.default_rng(0))
+    batch = make_batch(module.prepare(model.config, [row]), layout_from_name("zigzag", 2), streams=module.STREAMS)
+    run = small.Uncompiled(cp=2, model=model, freeze=(), batch=batch)
+    batch = place_batch(run.batch, run.mesh)
+    state, _ = jax.eval_shape(run.step, run.state, batch, run.sharder)
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, run.state)
+    arrays = run.state.params | run.state.frozen
+    assert {weight.path for weight in module.weights(model.config) if arrays[weight.path].dtype == jnp.float32} == {
+        weight.path for weight in module.weights(model.config) if weight.wide
+    }

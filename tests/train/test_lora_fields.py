@@ -272,3 +272,15 @@ def test_experts_and_routers_are_saved_as_the_modules_of_transformers(name, tmp_
     merge_adapters(again)
     with pytest.raises(ValueError, match="matches no parameter"):
         add_adapters(again, LoraConfig(rank=2, targets=[r"mlp\.gate\."]))
+
+
+def test_heads_ahead_are_no_part_of_what_an_adapter_must_have(tmp_path):
+    """PEFT does not know them, though the patterns of an adapter match their names."""
+    model, options = nnx.clone(golden_model("step3p7")), LoraConfig(rank=2, targets=["language_model.*q_proj"])
+    add_adapters(model, options)
+    save_adapter(model, tmp_path / "adapter", options, "base")
+    values = {"target_modules": r".*language_model.*q_proj"}
+    again = nnx.clone(golden_model("step3p7"))
+    assert len(again.mtp) == 2
+    load_adapter(again, changed(tmp_path / "a", values, source=tmp_path / "adapter"))
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m, nnx.LoRAParam) for m in (model, again)))

@@ -249,7 +249,7 @@ class Config:
         top_fields, text_fields, vision_fields = self.fields().values()
         tied = self.tie_word_embeddings
         return {
-            **copy.deepcopy(top_fields.others(self.source)),
+            **top_fields.others(self.source),
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:-1]},
