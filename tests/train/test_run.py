@@ -274,7 +274,7 @@ def test_a_run_that_does_not_stay_finite_stops(folder, run, capsys):
     assert re.search(r"^(result: the (final hidden states|loss)|gradient: model.*) ", capsys.readouterr().out)
     batch["labels"][1, 3] = 10**6  # such a label makes a step's loss NaN
     np.savez(out / f"nonfinite-{step}.npz", **batch)
-    with pytest.raises(ValueError, match="the label 1000000 at row 1, token 3: it must be in 0 .. "):
+    with pytest.raises(ValueError, match=r"the label 1000000 at row 1, token 3: it must be in 0 .. "):
         replay(out / f"nonfinite-{step}.npz")
 
 
