@@ -17,8 +17,6 @@ import yaml
 from cpjax.models import from_pretrained, to_hf_names
 from cpjax.train.__main__ import main
 from cpjax.train.config import Config
-from cpjax.train.data import RecordError
-from cpjax.train.digits_task import DigitsTask
 from cpjax.train.errors import run_command
 from cpjax.train.evaluate import main as evaluate
 from cpjax.train.export import export
@@ -273,40 +271,6 @@ def test_a_run_that_does_not_stay_finite_stops(folder, run, capsys):
     assert (out / "checkpoints" / str(step)).is_dir() and not (out / "export").exists()
     assert replay(out / f"nonfinite-{step}.npz") == 0
     assert re.search(r"^(result: the (final hidden states|loss)|gradient: model.*) ", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("place", ["batch", "evaluation", "file"])
-def test_bad_data_found_while_training_stop_the_run_after_what_was_trained_is_saved(
-    folder, whole, run, monkeypatch, capsys, place
-):
-    """The batch after step 7, or the evaluation at step 20, cannot be read; mended, the run ends as another did."""
-    out, step = folder / f"damaged {place}", 20 if place == "evaluation" else 7
-    error = RecordError("unreadable image", "a.jsonl:3 shows a.jpg, which is cut short: mend it")
-    if place == "file":
-        error = FileNotFoundError(2, "No such file or directory", "a.jsonl")
-
-    def fail(*args):
-        raise error
-
-    with monkeypatch.context() as patch:
-        if place == "evaluation":
-            patch.setattr(DigitsTask, "make_evaluation", lambda *args, **options: fail)
-        else:
-            load = DigitsTask.next_batch
-            patch.setattr(DigitsTask, "next_batch", lambda task: fail() if task.state()["step"] == 7 else load(task))
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-        patch.setattr(sys, "argv", ["train", "--config", str(folder / "tiny.yaml"), "--run.out", str(out)])
-        assert run_command(main) == 2
-    said = capsys.readouterr().err
-    how = "mend the data and continue with" if place == "file" else "mend the data, or add --records.broken skip, and"
-    assert f"; stopped after step {step}, which is saved: {how}" in said and said.count("\n") == 1
-    assert said.startswith("error: a.jsonl:3 shows" if place != "file" else "error: cannot use a.jsonl (No such file")
-    assert f"--config '{out / 'config.yaml'}' --run.resume true" in said
-    assert [record["step"] for record in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 1))
-    assert f"resuming after step {step}" in run(out, "--run.resume", "true")
-    names = ("loss", "grad_norm")
-    mended, wanted = ([[record[name] for name in names] for record in curve(path)] for path in (out, whole[0]))
-    np.testing.assert_allclose(mended, wanted, rtol=1e-4)
 
 
 @pytest.fixture
