@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cpjax.models import family
-from cpjax.models.common.cached import constrain, split_rows
-from cpjax.models.common.sharding import put
+from cpjax.models.common.cached import split_rows
+from cpjax.models.common.sharding import constrain, put
 
 MIN_LENGTH = 64
 """Prompts are padded to this many tokens, or twice, four times ... as many."""

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from cpjax.models.common.layers import Linear
+from cpjax.models.common.sharding import constrain
+
 
 def prefill_layers(
     layers: nnx.Module, hidden: jax.Array, apply: Callable[..., tuple[jax.Array, Any]], each: Any = ()
@@ -42,8 +45,9 @@ def decode_layers(
     """Applies the copies of `stack_layers` one after another, each of which changes its part of what is kept.
 
     All that is kept goes from layer to layer, so that XLA changes it in place: a cache as long as the context is not
-    copied for every token. Under a mesh it stays split by rows; weights may stay where they are, as the hidden states
-    of one token are less to send.
+    copied for every token. Under a mesh it stays split by rows, and matrices as they are, as the hidden states of one
+    token are less to send: where these meet a matrix they are whole on every device. XLA would find no way of its own
+    from rows to the parts of some matrices.
 
     Args:
         kept: as of `prefill_layers`, layers along the first axes.
@@ -55,7 +59,11 @@ def decode_layers(
 
     def body(carry: tuple[jax.Array, Any], layer: tuple[Any, jax.Array, Any]) -> tuple[tuple[jax.Array, Any], None]:
         params, number, own = layer
-        hidden, kept = apply(nnx.merge(graph, params), *carry, number, *own)
+        one = nnx.merge(graph, params)
+        for _, module in nnx.iter_modules(one):
+            if isinstance(module, Linear):
+                module.whole = True
+        hidden, kept = apply(one, *carry, number, *own)
         return (hidden, split_rows(kept, 1)), None
 
     return jax.lax.scan(body, (hidden, kept), (stacked, jnp.arange(count), each))[0]
@@ -64,10 +72,3 @@ def decode_layers(
 def split_rows(tree: Any, axis: int = 0) -> Any:
     """The arrays with their rows, along `axis`, split over all axes of the mesh, if there is one in context."""
     return constrain(tree, P(*[None] * axis, jax.sharding.get_abstract_mesh().axis_names))
-
-
-def constrain(tree: Any, spec: P) -> Any:
-    """The arrays laid out like this on the mesh, if there is one in context."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return tree
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)

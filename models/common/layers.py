@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from cpjax.models.common.sharding import gather_layer
+from cpjax.models.common.sharding import constrain, gather_layer
 from cpjax.shard import Sharder
 from cpjax.varying import vary_over, varying_axes
 
@@ -33,9 +34,11 @@ class Linear(nnx.Module):
 
     Attributes:
         adapter: a module that is called with x, kernel and x @ kernel, and returns what stands for the product.
+        whole: x and y are whole on each device of the mesh in context, however the kernel is split over it.
     """
 
     adapter: nnx.Module | None = None
+    whole: bool = False
 
     def __init__(
         self,
@@ -53,11 +56,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., in] -> [..., out]."""
-        kernel = self.kernel[...]
+        kernel, x = self.kernel[...], constrain(x, P()) if self.whole else x
         y = x @ kernel.astype(x.dtype)
         if self.adapter is not None:
             y = self.adapter(x, kernel, y)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        y = y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return constrain(y, P()) if self.whole else y
 
 
 def rms_norm(x: jax.Array, eps: float) -> jax.Array:

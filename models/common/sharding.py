@@ -255,3 +255,10 @@ def _gather(model: Any, name: str, axis: int) -> None:
         groups = [list(range(first, first + ranks)) for first in range(0, size, ranks)] if ranks < size else None
         whole = lax.all_gather(variable.get_value(), "cp", axis=axis, tiled=True, axis_index_groups=groups)
         variable.set_value(whole)
+
+
+def constrain(tree: Any, spec: PartitionSpec) -> Any:
+    """The arrays laid out like this on the mesh, if there is one in context."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), tree)
