@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cpjax.channels import give_own_channels
 from cpjax.varying import vary_over, varying_axes
+
+give_own_channels()
 
 
 def check_axis(axis_name: str, size: int) -> None:

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from cpjax.models import from_pretrained
 from cpjax.models.common.experts import balance_loss
 from cpjax.models.qwen3_5 import Media, Row
+from tests.rendezvous import unordered
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FOLDER = GOLDENS / "qwen3_5"
@@ -133,5 +134,7 @@ def value_and_grads(model, batch, sharder, mesh=None, transport="ring"):
         spec = jax.sharding.PartitionSpec
         fn = jax.shard_map(local, mesh=mesh, in_specs=spec(), out_specs=(spec(), spec(None, "cp")), axis_names={"cp"})
     options = {"xla_backend_optimization_level": 0}  # halves the compile time
-    (loss, logits), grads = jax.jit(jax.value_and_grad(fn, has_aux=True), compiler_options=options)(params, batch)
+    run = jax.jit(jax.value_and_grad(fn, has_aux=True), compiler_options=options).lower(params, batch).compile()
+    assert not unordered(run.as_text())
+    (loss, logits), grads = run(params, batch)
     return loss, grads, logits

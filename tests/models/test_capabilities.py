@@ -15,6 +15,7 @@ from cpjax.mesh import make_mesh
 from cpjax.models import FAMILIES, family
 from cpjax.models.capabilities import LAYOUTS, NO, TRANSPORTS, YES, capabilities, update
 from cpjax.shard import Dispatched, Identity, SliceKind, Stream, dispatch, layout_from_name, make_batch
+from tests.rendezvous import unordered
 
 from . import test_gemma4_parity, test_qwen3_5_cp, test_qwen3_5_layouts, test_step3p7_cp
 from .families import CONFIGS
@@ -96,6 +97,8 @@ def results(name, layout, transport="ring"):
         run = jax.shard_map(local, mesh=mesh, in_specs=spec(), out_specs=parts, axis_names={"cp"})
     options = {"xla_backend_optimization_level": 0}  # halves the compile time
     both = jax.jit(jax.value_and_grad(run, has_aux=True), compiler_options=options)
+    both = both.lower(params, buffers, batch).compile()
+    assert not unordered(both.as_text())
     (_, by_rank), grads = both(params, buffers, batch)
     sources = sharder.sources()
     inverse = sharder.inverse() if sharder.cp > 1 else np.arange(LENGTH)

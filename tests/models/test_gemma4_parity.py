@@ -83,6 +83,7 @@ def test_the_batch_holds_the_hard_cases():
         ("gemma4", "contiguous", 8, "ring"),
         ("gemma4", "zigzag", 4, "ring_ulysses:2"),
         ("gemma4_e", "zigzag", 2, "ulysses"),
+        ("gemma4_e", "zigzag", 4, "ring"),  # rings that do not need each other
         ("gemma4_moe", "contiguous", 4, "allgather"),
     ],
 )
