@@ -11,13 +11,16 @@ and a ring of another layer, or the head's gradient and the backward loop over l
 backends/cpu/runtime: collective_thunk.cc, thunk_executor.cc (scheduling edges), while_thunk.cc, and in
 service/rendezvous.h.
 
-With channels of their own such a pair may run side by side. So that this holds for what autodiff, scans and
-rematerialisation make too, it is done where JAX lowers the primitive. What XLA's partitioner adds over automatic axes
-has its own channels already.
+With channels of their own such a pair may run side by side: data are never mixed. So that this holds for what autodiff,
+scans and rematerialisation make too, it is done where JAX lowers the primitive. What XLA's partitioner adds over
+automatic axes has its own channels already. Only a function under its own `jax.jit` that is called twice in one program
+is lowered once, and both calls have its channels: inside of a step, do not jit what exchanges data. There is no order:
+a pair in flight may block twice as many of XLA's threads, of which there is one for each device. 4,500 runs of a
+program like `tests/two_rings.py`, with four devices on two loaded cores, all ended.
 
-On GPUs nothing is changed: collectives run in the order of the one schedule that all devices share, on streams whose
-collectives NCCL orders, and no channel is looked at (XLA lets two overlap only where that cannot form a cycle of
-launches: latency-hiding scheduler, openxla/xla pull requests 19026 and 47467).
+Programs for GPUs are left as they are. There collectives go to one stream, which runs them one after the other in the
+order of the schedule (openxla/xla pull request 17749), and the latency-hiding scheduler lets none overlap that share
+more than one device, as their launches could wait for each other (19026, 47467).
 """
 
 from __future__ import annotations
