@@ -41,6 +41,7 @@ def differentiated(mesh):
     return jax.jit(jax.grad(run, (0, 1)))
 
 
+@pytest.mark.quick
 def test_every_collective_has_a_channel_of_its_own():
     """Those that autodiff makes, too, and those of a mesh with automatic axes."""
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -66,6 +67,7 @@ def test_what_cannot_be_changed_is_said(monkeypatch):
         channels.give_own_channels()
 
 
+@pytest.mark.quick
 def test_two_that_do_not_need_each_other_do_not_meet():
     """100 runs of a program that aborts with jax 0.10 where all collectives have one channel."""
     root = pathlib.Path(__file__).parent.parent

@@ -265,6 +265,7 @@ def test_f4_multi_token_prediction_of_packed_documents():
         assert_mtp_equals_one_device(sharder_of("packed", 2, 32, PACKED), PACKED, rows=1, depths=2, transport="ring")
 
 
+@pytest.mark.quick
 def test_f5_multi_token_prediction_of_rows():
     with jax.enable_x64(True):
         assert_mtp_equals_one_device(sharder_of("zigzag", 2, 22, None), None, rows=2, depths=1, transport="allgather")

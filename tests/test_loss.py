@@ -129,6 +129,7 @@ def test_r12_large_vocabulary_in_bfloat16(chunk_size):
         assert np.linalg.norm(np.asarray(got, np.float64) - wanted) < 1e-2 * np.linalg.norm(wanted)
 
 
+@pytest.mark.quick
 def test_i4_more_ranks_than_tokens():
     """S = 56 over 128 zigzag ranks, by index maps alone: 72 ranks without a label, and the dense loss and gradient."""
     layout = Zigzag(128)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import zipfile
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -25,6 +27,7 @@ def test_wheel_holds_cpjax_only_with_every_module(tmp_path):
     assert all(not (info.external_attr >> 16) & 0o020000 for info in zipfile.ZipFile(wheel).infolist()), "no links"
 
 
+@pytest.mark.quick
 def test_floors_import_downwards_only():
     """cpjax knows no model and no trainer; models know no trainer; a family knows no other family."""
     imports = re.compile(r"^\s*(?:from|import)\s+(cpjax[\w.]*)", re.M)

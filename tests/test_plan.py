@@ -120,6 +120,7 @@ COMPILED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("line", COMPILED)
 def test_bytes_of_lines_of_both_versions(line):
     assert sent(line) == COMPILED[line]
@@ -184,6 +185,7 @@ def test_all_ways_to_write_groups_say_the_same(chosen, order):
         assert sent(line, devices) == ("all-gather", 6 * (members - 1)), form
 
 
+@pytest.mark.quick
 @settings(max_examples=8)
 @given(axes_of_meshes(), st.sampled_from(["float32", "int8"]))
 def test_collectives_of_compiled_programs_on_any_axes_of_a_mesh(chosen, dtype):

@@ -6,12 +6,14 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from cpjax.attention import Mask, dense_attention
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
 
+@pytest.mark.quick
 def test_example_gives_the_dense_loss_and_gradients():
     [example] = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     rng = np.random.default_rng(0)

@@ -15,6 +15,7 @@ from tests import conftest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(not conftest.MAPS.exists(), reason="this system does not list a process's memory mappings")
 def test_compiled_programs_are_dropped_before_memory_cannot_be_mapped(monkeypatch):
     def count():

@@ -5,10 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from cpjax.attention import Mask, cached_attention, dense_attention
 
 
+@pytest.mark.quick
 def test_the_last_token_of_dense_attention():
     """Rows end at different slots, start behind pads, and what the others hold does not matter."""
     rng = np.random.default_rng(0)

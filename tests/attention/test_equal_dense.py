@@ -81,6 +81,7 @@ def everything():
     return problem(45, documents=documents, padding=padding)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("cp", "layout", "transport"),
     [
@@ -132,6 +133,7 @@ def test_each_part_of_the_mask(causal, documents, padding, kv_heads):
     assert_equal(got, solve_numpy(p, causal=causal, scale=0.7), jnp.float64)
 
 
+@pytest.mark.quick
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.data())
 def test_the_reference_is_what_numpy_computes(data):

@@ -68,6 +68,7 @@ def test_bfloat16_is_as_near_as_the_dense_run():
     assert (np.array(distances["pallas"]) <= 2 * np.array(distances["xla"])).all(), distances
 
 
+@pytest.mark.quick
 def test_rows_without_a_key_are_zero():
     p = problem(48, width=16, v_width=16, padding=np.ones((2, 48), bool))
     for x in solve(p, 2, "zigzag", "ring", kernel="pallas"):

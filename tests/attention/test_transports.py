@@ -125,6 +125,7 @@ def test_the_bytes_sent_are_the_planned_ones(layout, cp, transport, form, heads,
     assert total(backward) == plan.backward_bytes
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("layout", "cp", "window", "hops"),
     [("contiguous", 8, 1, (1, 0)), ("contiguous", 8, 64, (1, 0)), ("contiguous", 8, 65, (2, 0)),

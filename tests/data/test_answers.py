@@ -47,6 +47,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", SOURCES)
 def test_answers_begin_where_the_text_leaves_the_prompt(name):
     assert learned(TEMPLATES[name], record_of("what?", "a cat", "and?", "<b>yes")) == ANSWERS[name]

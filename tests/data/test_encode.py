@@ -44,6 +44,7 @@ def both_images():
     return chat("hi", "yes", parts, "the first")
 
 
+@pytest.mark.quick
 def test_images(encoder, record_of):
     """Oracle: the text that transformers writes, its placeholders repeated as its processor does, and its tokens."""
     row = encoder.row(record_of(both_images()))

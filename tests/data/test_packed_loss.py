@@ -70,6 +70,7 @@ def run(model, dataset, pack, cp):
     return float(loss), grads, int((batch["labels"] != IGNORE).sum())
 
 
+@pytest.mark.quick
 def test_a_packed_row_equals_its_records_one_by_one(dataset, model):
     [pack] = dataset.packs
     assert sorted(pack) == [0, 1, 2]

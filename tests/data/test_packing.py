@@ -29,6 +29,7 @@ def by_hand(sizes, budget):
     return packs
 
 
+@pytest.mark.quick
 @given(SIZES)
 def test_packs_hold_every_record_once_and_keep_the_budget(sizes):
     packs = first_fit_decreasing(np.array(sizes), BUDGET)

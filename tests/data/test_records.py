@@ -25,6 +25,7 @@ def read(tmp_path, record):
     return open_records(write_jsonl(tmp_path / "a.jsonl", [record]))[0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "record",
     [

@@ -207,6 +207,7 @@ def test_what_is_not_read_is_written_back(name):
 # what transformers reads
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_ropes_and_heads_are_those_of_transformers(name):
     """All kinds, in all spellings, in places and beside each other; heads and widths by layer; towers."""

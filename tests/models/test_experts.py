@@ -144,6 +144,7 @@ def test_a_bias_changes_the_choice_but_not_the_weights():
     assert not slope.any()
 
 
+@pytest.mark.quick
 def test_balance_loss_of_parts_sums_to_that_of_the_whole():
     """With the gradient of probabilities alone, and pads nowhere in it."""
     (_, logits, *_), pads = inputs()

@@ -32,6 +32,7 @@ def golden_prompts():
     return [row for name in ("text", "images", "video") for row in golden_rows(golden(name), config)]
 
 
+@pytest.mark.quick
 def test_greedy_tokens_equal_those_of_transformers():
     """Text, images and video of different lengths in one batch."""
     wanted = golden("generated")["tokens"].tolist()

@@ -64,6 +64,7 @@ def test_r66_round_trip_keeps_every_bit(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.quick
 def test_r66_round_trip_in_shards(tmp_path):
     save_pretrained(golden_model(), tmp_path / "out", max_shard_bytes=100_000)
     index = json.loads((tmp_path / "out" / INDEX).read_text())

@@ -52,6 +52,7 @@ def test_logits_loss_and_every_gradient(family, name):
         assert not np.asarray(grads[key]).any(), key
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["first", "last", "marks_between", "image_touches_video", "touching"])
 def test_r40_positions_where_images_touch_each_other_or_the_ends(name):
     case, config = golden("positions"), golden_model().config

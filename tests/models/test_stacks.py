@@ -30,6 +30,7 @@ def stacked():
     return stack_layers(Pattern, GROUPS, nnx.Rngs(0))
 
 
+@pytest.mark.quick
 def test_layers_follow_each_other_pattern_after_pattern():
     layers, x = stacked(), np.random.default_rng(0).normal(size=(1, 2, WIDTH)).astype(np.float32)
     found = scan_layers(layers, jnp.asarray(x), 0.5)

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -12,6 +13,7 @@ from cpjax.shard import Identity, make_batch
 from .step3p7_cases import GOLDENS, golden, golden_model, golden_rows, value_and_grads
 
 
+@pytest.mark.quick
 def test_logits_losses_and_every_gradient():
     case, model = golden(), golden_model()
     batch = prepare(model.config, golden_rows(case, model.config))

@@ -31,6 +31,7 @@ TABLES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", TABLES)
 def test_there_and_back(name, tmp_path):
     model, table = Gated(), TABLES[name]

@@ -29,6 +29,7 @@ def inputs(seed, batch, length, channels=3, width=4, dtype=np.float64):
     return (x,), (weight,), cotangent
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["contiguous", "zigzag"])
 def test_r49_edges_of_chunks(name):
     length, cp = 128, 4

@@ -76,6 +76,7 @@ def test_any_documents_lengths_and_chunks(layout, size, lengths, pads):
         assert_close([got], [by_token(tokens, ids, ())], 1e-12)
 
 
+@pytest.mark.quick
 def test_the_rule_of_qwen3_5():
     """The loop of the published layer in numpy: decay, read with k, write the beta-weighted error, read with q."""
     q, k, v, log_decay, beta = (np.asarray(x, np.float64) for x in delta_inputs(4, 1, 20, dtype=np.float32))

@@ -76,6 +76,7 @@ def test_any_documents(layout_and_chunk, ids):
         assert_close([got], [by_token(tokens, ids, shared)], 1e-12)
 
 
+@pytest.mark.quick
 def test_the_recurrence_of_mamba2():
     """The published step in numpy: decay by exp(dt A), add dt B x, read with C, add D x; groups share B and C."""
     tokens, shared = ssd_inputs(4, 1, 20, dtype=np.float32)

@@ -120,6 +120,7 @@ def test_r07_targets_are_shifted_once_for_each_depth():
             np.testing.assert_array_equal(in_order(got, layout, 20), dense_shift(tokens, 1 + k, -100, ids))
 
 
+@pytest.mark.quick
 def test_r09_no_target_crosses_documents():
     """Documents of 5, 3 and 8 tokens: the last depth + 1 tokens of each have no target."""
     ids = documents([5, 3, 8])

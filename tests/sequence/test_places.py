@@ -28,6 +28,7 @@ def on_places(op, layout, *streams):
     return jax.tree.map(np.asarray, jax.jit(run)(*streams)), sharder
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layout", [Contiguous(2, 4), Zigzag(2, 4), Packed(2)], ids=str)
 def test_shifts_and_selected_keys(layout):
     """Both reach the last document, whose padded positions are beyond the number of tokens."""

@@ -121,6 +121,7 @@ def messages(source: Sharder, target: Sharder, *, dp: int = 1, gradient: bool = 
     return sorted(f"{kind} {re.sub('{[^}]*}', '', shape)}" for shape, kind in found)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_zigzag_to_contiguous_sends_each_token_once(cp, gradient):

@@ -84,6 +84,7 @@ def test_the_masks_are_what_they_are_called():
     np.testing.assert_array_equal(pairs(image_groups(40, 13, 6), 40), wanted)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("length", [32768, 50000, 65536])
 @pytest.mark.parametrize("mask", MIXED_MASKS)
 def test_three_mixed_masks_are_balanced_within_five_per_cent(mask, length):

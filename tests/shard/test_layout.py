@@ -23,6 +23,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     return layout, layout.pad_length(draw(st.integers(1, 300)))
 
 
+@pytest.mark.quick
 @given(layouts())
 def test_ranks_partition_the_sequence(case):
     layout, length = case
@@ -73,6 +74,7 @@ def test_zigzag_pairs_the_head_chunk_with_the_tail_chunk():
         np.testing.assert_array_equal(Zigzag(4).indices(16, rank), wanted)
 
 
+@pytest.mark.quick
 def test_literal_maps():
     assert Contiguous(2).indices(8, 1).tolist() == [4, 5, 6, 7]
     assert Zigzag(2).indices(8, 1).tolist() == [2, 3, 4, 5]

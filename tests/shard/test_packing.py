@@ -271,6 +271,7 @@ def two_packed_rows() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Sha
     return given, *make_batch(given, Packed(2), streams={"pixels": Stream(None)}, packed_rows=2)
 
 
+@pytest.mark.quick
 def test_packed_rows_are_what_each_is_by_itself():
     given, batch, sharder = two_packed_rows()
     assert sharder.by_row and batch["input_ids"].shape == (2, sharder.padded_length)

@@ -166,6 +166,7 @@ def test_the_row_that_is_named_is_the_callers():
             make_batch({"input_ids": labels, "labels": labels, "attention_mask": mask}, layout, packed_rows=parts)
 
 
+@pytest.mark.quick
 @every_layout
 def test_labels_kept_and_pads(layout):
     """Masks or ids alone, or both; a loss mask takes a label from a pad."""

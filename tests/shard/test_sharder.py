@@ -72,6 +72,7 @@ def test_u1_shard_preserves_the_gradient_of_embeddings():
     np.testing.assert_array_equal(grad[1], [0, 0, 1, 1, 1, 1, 0, 0])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layout", [Contiguous(4), Zigzag(4)])
 def test_gradient_of_a_replicated_input_is_the_dense_one(layout):
     sharder = make_sharder(13, layout)

@@ -109,6 +109,7 @@ def test_r65_a_save_cut_short_is_said(tmp_path):
     assert len(said) == 1 and "step 2" in said[0]
 
 
+@pytest.mark.quick
 def test_keeps_the_newest(tmp_path):
     checkpoints = Checkpoints(make_config(tmp_path, keep=2))
     for step in (1, 2, 3, 4):

@@ -19,6 +19,7 @@ def right_answer(kind, values):
     return [*values, *sorted(values)] if kind == "sort" else list(values)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_answers_are_the_digits_in_the_images(split):
     scans, labels, members = digits._scans()

@@ -144,6 +144,7 @@ class Payload:
         return importlib.import_module, (MODULE,)
 
 
+@pytest.mark.quick
 def test_neither_cards_nor_saved_batches_do(evil, tmp_path):
     tag = f"!!python/object/apply:{MODULE}.call []"
     for data in (tag, f"{{class_path: {MODULE}.Evil}}", f"{{images: {tag}}}", f"{{images: {MODULE}.Evil}}"):

@@ -137,6 +137,7 @@ def test_a_fresh_adapter_changes_nothing_and_the_low_rank_term_is_never_a_matrix
     assert len(products) >= 3 and not inner
 
 
+@pytest.mark.quick
 def test_only_adapters_are_trained_and_named():
     model = small.make_model()
     add_adapters(model, LoraConfig(rank=2, targets=["q_proj", "layers.*mlp"], dora=True))

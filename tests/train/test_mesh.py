@@ -14,6 +14,7 @@ from cpjax.train.devices import _spare_cuda
 from . import small
 
 
+@pytest.mark.quick
 def test_axes():
     mesh = make_mesh(dp=2, cp=2, tp=2)
     assert dict(mesh.shape) == {"dp": 2, "fsdp": 1, "cp": 2, "tp": 2}

@@ -62,6 +62,7 @@ def test_schedules(name):
     assert got[0] > 0 and got[-1] > lr * final
 
 
+@pytest.mark.quick
 def test_adamw_is_optax_adamw():
     params, gradients = arrays(0), [arrays(seed) for seed in (1, 2, 3)]
     optimizer = make_optimizer(options(betas=(0.8, 0.9), weight_decay=0.1, clip=0.5), TABLE, params)

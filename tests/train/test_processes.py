@@ -190,6 +190,9 @@ def test_killed_stopped_and_resumed_by_another_number_of_processes(folder, whole
     mesh, out = ("--mesh.fsdp", 2, "--mesh.cp", 2), folder / "stopped"
     processes = train(folder, "stopped", *mesh)
     wait_for_step(processes, out, 12)
+    while not (out / "checkpoints" / "10").is_dir():  # complete
+        assert all(process.poll() is None for process in processes), finish(processes)
+        time.sleep(0.005)
     processes[0].send_signal(signal.SIGKILL)
     killed, other = finish(processes)
     assert killed[0] == -signal.SIGKILL and other[0] not in (0, None)

@@ -128,6 +128,7 @@ def test_r11_neither_mesh_nor_microbatches_change_anything(mesh):
         assert (split.predicted_tokens() == dense.predicted_tokens()).mean() > 0.97  # near-ties may fall either way
 
 
+@pytest.mark.quick
 def test_metrics_are_those_of_the_whole_batch():
     batch = prepare(MODEL, make_rows())
     metrics = run(cp=4).metrics
