@@ -450,6 +450,8 @@ def parse_config(arguments: Sequence[str]) -> Config:
                 f"section {field.name} is {parsed[field.name]!r}: it must hold options by name, as --help lists them"
             )
         values, options = vars(parsed[field.name]), field.default_factory
+        if unknown := values.keys() - {option.name for option in dataclasses.fields(options)}:  # type: ignore
+            raise ValueError(f"unknown option --{field.name}.{min(unknown)}: --help lists all options")
         if empty := [name for name, value in values.items() if value is None and getattr(options, name, 0) is not None]:
             raise ValueError(f"--{field.name}.{empty[0]} has no value: give one, or drop it to have the default")
         sections[field.name] = options(**values)  # type: ignore

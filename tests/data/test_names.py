@@ -82,6 +82,32 @@ def test_values_that_cannot_be_obeyed_are_refused(record, message):
         read(record)
 
 
+@pytest.mark.parametrize("name", names.GOOD)
+def test_bad_answers_are_not_learned(encoder, name):
+    """In every way to write no; a label that is a number, or another text, is a class for others."""
+    for no in (False, "false", "False", *((0, 0.0) if name != "label" else ())):
+        with pytest.raises(RecordError, match="says of itself that it is not to be learned"):
+            read(told(1) | {name: no})
+        assert learned(encoder, read(told(1, **{name: no}))) == GOOD
+    with pytest.raises(RecordError, match="says of itself that it is not to be learned"):
+        read({"prompt": "q", "completion": "a", name: 0})
+    for yes in (True, "true", 1):
+        assert learned(encoder, read(told(1, **{name: yes}) | {name: yes})) == BOTH
+        assert read({"prompt": "q", "completion": "a", name: yes}).unused == ()
+    for other in ("greeting", 7, *((0,) if name == "label" else ())):
+        record = read(told(1, **{name: other}) | {name: other})
+        assert learned(encoder, record) == BOTH and record.unused == (name, f"{name} in a turn")
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>", "<img>"])
+def test_marks_that_stay_text_are_reported(mark):
+    text = "see <img>a.png</img>" if mark == "<img>" else f"see {mark}"
+    for content in (text, [{"type": "text", "text": text}]):
+        record = read(chat(content, "yes"))
+        assert record.messages[0].text == text and record.unused == (f"the mark {mark} in a text",)
+    assert read(chat("an <img> of HTML", "yes")).unused == ()
+
+
 @pytest.mark.parametrize(
     ("level", "name"),
     [(level, name) for level in ("RECORD", "TURN", "TEXT", "MEDIUM") for name in getattr(names, level)],

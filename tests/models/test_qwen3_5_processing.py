@@ -131,6 +131,8 @@ def test_limits_of_a_video():
     assert PROCESSOR.plan_video(20, 64, 64, 5.0, video_end=1.0).frames == (0, 2, 3, 5)
     for limits in ({"max_pixels": 256}, {"total_pixels": 512}, {"max_pixels": 9999, "total_pixels": 512}):
         assert PROCESSOR.plan_video(20, 64, 64, 5.0, nframes=4, **limits).size == (16, 16)
+    floor = {"min_pixels": 250, "max_pixels": 9999, "total_pixels": 1}  # of a total the least is 1.05 x min_pixels
+    assert PROCESSOR.plan_video(20, 64, 64, 5.0, nframes=4, **floor).size == (16, 16)
     assert PROCESSOR.plan_video(20, 64, 64, 5.0, nframes=4, min_pixels=10_000).size == (104, 104)
     assert PROCESSOR.plan_video(20, 64, 64, 5.0, resized_height=30, resized_width=50).size == (32, 48)
 

@@ -144,3 +144,12 @@ def test_every_option_has_a_sentence(capsys):
         parse_config(["--help"])
     assert stop.value.code == 0
     assert "--mesh.cp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["__path__", "__default_config__", "__orig__"])
+@pytest.mark.parametrize("section", ["model", "records", "optimizer"])
+def test_names_that_the_parser_keeps_to_itself_are_no_options(tmp_path, section, name):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{section}: {{{name}: x}}\n")
+    with pytest.raises(ValueError, match=f"{section}.{name}|{name}"):
+        parse_config(["--config", str(file)])

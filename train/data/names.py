@@ -6,16 +6,23 @@ Names that are in no table here change nothing; they are reported with a count (
 
 from __future__ import annotations
 
-LEARNED = ("weight", "train", "trainable", "training", "loss", "loss_mask", "loss_scale", "loss_weight")
+LEARNED = (
+    "weight", "train", "trainable", "is_trainable", "training", "loss", "loss_mask", "loss_scale", "loss_weight",
+    "include_in_loss",
+)  # fmt: skip
 """Names of a turn, or of a record, that say whether it is learned: 1 or true, 0 or false."""
 
-GOOD = ("label", "kto_tag")
-"""Names of a record by which true and false tell good answers from bad ones; other values are for others."""
+GOOD = ("label", "kto_tag", "desirable")
+"""Names of a record or a turn by which true and false tell good answers from bad ones, also as texts; so do 1 and 0,
+but of a label only beside prompt and completion: elsewhere numbers, as other texts, are classes for others."""
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of an assistant's thoughts; a template reads one of them, and gets the thoughts by all."""
 
-FLAGS = ("enable_thinking", "thinking_mode", "reasoning_effort", "parallel_tool_calls")
+FLAGS = (
+    "enable_thinking", "preserve_thinking", "thinking_mode", "reasoning_effort", "parallel_tool_calls", "documents",
+    "add_vision_id",
+)  # fmt: skip
 """Names of a record that a chat template may read, of which false says something too."""
 
 BYTES, PLACES = ("bytes", "base64"), ("image", "image_url", "path", "url")
@@ -48,7 +55,9 @@ RECORD = {
     **dict.fromkeys(FLAGS, _KWARGS),
     **dict.fromkeys((*VIDEO_LIMITS, "sample_fps", "raw_fps"), _MEDIUM),
     "tool_calls": _TOOLS,
+    **dict.fromkeys(("image_path", "image_paths", "media", "attachments"), "give images and videos by these names"),
     "chat_template": "put it into the model's folder",
+    "system_prompt": "give it as system",
     "history": "give its turns in messages",
     "objects": "write the boxes and names into the text",
 }  # fmt: skip
@@ -56,15 +65,16 @@ RECORD = {
 
 TURN = {
     **dict.fromkeys(("tool_calls", "tool_call_id", "function_call", "tool_responses"), _TOOLS),
-    **dict.fromkeys(("image", "images", "image_url", "video", "videos"), _PART),
+    **dict.fromkeys(("image", "images", "image_url", "image_path", "video", "videos", "attachments"), _PART),
     **dict.fromkeys(("audio", "audios"), _SOUND),
     **dict.fromkeys(("train_detail", "training_detail"), _WHOLE),
-    **dict.fromkeys(("mask", "masked"), _MASK),
+    **dict.fromkeys(("mask", "masked", "loss_masked", "ignore_loss"), _MASK),
     **dict.fromkeys(("tools", "functions"), "give them in tools, beside the turns"),
-    **dict.fromkeys(("reasoning_details", "thinking_blocks", "channel"), _THOUGHTS),
+    **dict.fromkeys(("reasoning_details", "reasoning_text", "thinking_blocks", "channel"), _THOUGHTS),
+    **dict.fromkeys(("thought", "thoughts"), _THOUGHTS),
     **dict.fromkeys(("rejected", "chosen"), _PAIRS),
     "refusal": "give its text as content",
-    "prefix": _WHOLE,
+    **dict.fromkeys(("prefix", "partial"), _WHOLE),
     "objects": "write the boxes and names into the text",
 }  # fmt: skip
 """Refused names of a turn, and what to do instead."""
@@ -84,6 +94,7 @@ MEDIUM = {
     **dict.fromkeys(("bbox", "crop"), "cut the image yourself"),
     "text": "give it as a part of its own, with its type",
     "raw_fps": "give the rate of the frames that you give as fps",
+    **dict.fromkeys(("num_frames", "max_num_frames"), "give nframes or max_frames"),
     "detail": "give max_pixels, or auto",
 }  # fmt: skip
 """Refused names of an image or a video, and what to do instead."""

@@ -142,6 +142,7 @@ def parse_record(value: Any, source: str, folder: pathlib.Path) -> Record:
 
 
 _MARK = re.compile("(<image>|<video>)")
+_ANY_MARK = re.compile("<image>|<video>|<audio>|<img>(?=.*?</img>)", re.DOTALL)
 _URL = re.compile("(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -182,8 +183,8 @@ class _Reader:
                 "bad format",
                 f"has the names {names}: a record needs messages, conversations, or prompt and completion",
             )
-        good = [name for name in GOOD if isinstance(value.get(name), bool)]
-        if not self._is_learned(value, "a record", default=True) or not all(value[name] for name in good):
+        good = self._good(value, numbers=() if form else GOOD)
+        if not self._is_learned(value, "a record", default=True) or not all(good.values()):
             raise self.error("nothing to learn", "says of itself that it is not to be learned: leave it out")
         messages = self._system()
         if form:
@@ -229,6 +230,18 @@ class _Reader:
         if len(weights := {bool(given) for given in said.values()}) > 1:
             raise self.error("bad format", f"has {' and '.join(said)} in {what}, which contradict each other: give one")
         return weights.pop() if weights else default
+
+    def _good(self, value: Mapping[str, Any], numbers: Collection[str] = ()) -> dict[str, bool]:
+        """What each name says of whether answers are good; of `numbers`, and of all but labels, 0 and 1 do, too."""
+        said = {}
+        for name in GOOD:
+            given = value.get(name)
+            given = given.lower() if isinstance(given, str) else given
+            if isinstance(given, bool) or (given in (0, 1) and (name != "label" or name in numbers)):
+                said[name] = bool(given)
+            elif given in ("true", "false"):
+                said[name] = given == "true"
+        return said
 
     def _system(self) -> list[Message]:
         system = self.value.get("system")
@@ -279,7 +292,8 @@ class _Reader:
     def _message(self, turn: Mapping[str, Any]) -> Message:
         names = ("from", "value") if turn.get("from") and not turn.get("role") else ("role", "content")
         role_name, content_name = names
-        self._names(turn, (*names, "name", *LEARNED, *REASONING), TURN, " in a turn")
+        good = self._good(turn)
+        self._names(turn, (*names, "name", *LEARNED, *good, *REASONING), TURN, " in a turn")
         role, content = turn.get(role_name), turn.get(content_name)
         if not isinstance(role, str) or role not in ROLES:
             raise self.error("unknown role", f"has the role {short(role)}: it must be one of {', '.join(ROLES)}")
@@ -300,7 +314,8 @@ class _Reader:
             raise self.error(
                 "bad format", f"has {content_name} of type {type(content).__name__}: it must be text or a list of parts"
             )
-        return Message(role, parts, self._reasoning(turn, role), name, learned or not answers)
+        learned = (learned and all(good.values())) or not answers
+        return Message(role, parts, self._reasoning(turn, role), name, learned)
 
     def _reasoning(self, turn: Mapping[str, Any], role: str) -> str | None:
         said = {name: turn[name] for name in REASONING if turn.get(name)}
@@ -318,7 +333,12 @@ class _Reader:
             if marks and marks.fullmatch(piece):
                 yield self._next(piece[1:-1])
             elif piece:
-                yield TextPart(piece)
+                yield self._text(piece)
+
+    def _text(self, text: str) -> TextPart:
+        """Notes marks of media that stay text."""
+        self.unused |= {f"the mark {mark} in a text" for mark in _ANY_MARK.findall(text)}
+        return TextPart(text)
 
     def _next(self, kind: str, part: Mapping[str, Any] | None = None) -> Part:
         """The record's next image or video, for which a part may have limits."""
@@ -333,7 +353,7 @@ class _Reader:
         kind = part.get("type")
         if kind == "text" and isinstance(part.get("text"), str):
             self._names(part, ("type", "text"), TEXT, " in a part of type text")
-            return TextPart(part["text"])
+            return self._text(part["text"])
         if kind in ("image", "image_url"):
             given = any(part.get(name) is not None for name in BYTES + PLACES)
             return self._image(part) if given else self._next("image", part)

@@ -188,7 +188,8 @@ class Processor:
                 height, width = int(height * scale), int(width * scale)
             least, largest = (None if pixels is None else pixels * wanted for pixels in (min_pixels, max_pixels))
             if total_pixels is not None:
-                largest = min(largest or math.inf, total_pixels * depth)
+                smallest = self.video.min_pixels / wanted if min_pixels is None else min_pixels
+                largest = min(largest or math.inf, max(total_pixels * depth, wanted * int(1.05 * smallest)))
             size = smart_resize(height, width, self._factor, _bounded(self.video, least, largest), wanted, depth)
         filled = [*frames, *[frames[-1]] * (-wanted % depth)]
         seconds = tuple((filled[i] / fps + filled[i + depth - 1] / fps) / 2 for i in range(0, len(filled), depth))
