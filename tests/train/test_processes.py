@@ -87,11 +87,17 @@ def train(folder, out, *options, count=2):
     return start("cpjax.train", "--config", folder / "run.yaml", "--run.out", folder / out, *options, count=count)
 
 
+GLOO = re.compile(
+    r"^(?:\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : |\d+)*\n", re.M
+)
+"""Lines of what gloo prints of itself, whose threads write into each other's, and empty ones."""
+
+
 def finish(processes):
     """Exit code, output without what gloo prints of itself, and error output of each."""
     done = [process.communicate(timeout=600) for process in processes]
     return [
-        (process.returncode, re.sub(r"\[Gloo\].*\n", "", said), errors)
+        (process.returncode, GLOO.sub("", said), errors)
         for process, (said, errors) in zip(processes, done, strict=True)
     ]
 
