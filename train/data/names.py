@@ -55,7 +55,7 @@ RECORD = {
     **dict.fromkeys(FLAGS, _KWARGS),
     **dict.fromkeys((*VIDEO_LIMITS, "sample_fps", "raw_fps"), _MEDIUM),
     "tool_calls": _TOOLS,
-    **dict.fromkeys(("image_path", "image_paths", "media", "attachments"), "give images and videos by these names"),
+    **dict.fromkeys(("image_path", "image_paths", "media", "attachments"), "give it in images or videos"),
     "chat_template": "put it into the model's folder",
     "system_prompt": "give it as system",
     "history": "give its turns in messages",
